@@ -1,4 +1,4 @@
-"""Calls that look like an earlier one, of norms, rows and quantisation.
+"""Calls that look like an earlier one, of norms, rows, quantisation and layers of experts.
 
 As in :mod:`kernel_api._launches`, which is for products: what a call looks like is read from its
 tensors, and one that looks like an earlier one goes straight to the kernel's launcher. Of outputs
@@ -199,6 +199,11 @@ class Seen(NamedTuple):
     tensors: list[Any]
     names: list[str]
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known how such calls are made."""
+        return self.key in _calls
+
     def repeated(self) -> Any:
         """What the call returns, if it is known how it is made; else NotImplemented."""
         known = _calls.get(self.key)
@@ -277,7 +282,7 @@ def run(
         names: Of what such calls give beside the operands: all that a launch takes by name.
         written: Of these and the operands, outputs that are not made for the call.
     """
-    if key is None:
+    if key is None or key in _launchers:  # of which this one has memory that it shares
         run_best(args)
         return
     launcher, taken = launched(args)

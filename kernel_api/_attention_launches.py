@@ -29,7 +29,7 @@ from kernel_api.arguments.attention import (
     values_of_functions,
 )
 from kernel_api.arguments.dropout import Dropout
-from kernel_api.errors import ArgumentError
+from kernel_api.errors import ArgumentError, KernelApiError
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.masks import BlockSparse, Mask, MaskMod
 from kernel_api.operands import MAX_ALIGNMENT, Operand
@@ -257,11 +257,11 @@ def _first(
 ) -> tuple[Any, Any]:
     """look: What the call looks like, and its tensors; None: that is not asked."""
     q, k, v = (Operand(one, name).tensor for one, name in ((Q, "Q"), (K, "K"), (V, "V")))
-    made_out = empty_out(q, v) if out is None else out
+    made_out = _out_maker(q, v)() if out is None else out
     made_lse = empty_lse(q, options) if lse is None and with_lse else lse
     args = SdpaArguments(q, k, v, made_out, made_lse, **options)
     kernel, artifact = run_best(args)
-    if look is not None and args.writes_anything:
+    if look is not None and look[0] not in _launches and args.writes_anything:
         taken = kernel._launch_operands(args)
         sources = _sources(args, taken, options)
         if sources is not None:
@@ -321,7 +321,7 @@ def _remember(
 
 
 def _out_maker(Q: Any, V: Any) -> Callable[[], Any]:
-    return _maker(empty_out(Q, V))
+    return _maker(empty_out(Q, V, device="meta"), Q.device)
 
 
 def _lse_maker(Q: Any, args: SdpaArguments) -> Callable[[], Any]:
@@ -344,10 +344,13 @@ def backward(
         written: Where each gradient goes: True, or of the first three None, has it allocated; None
             or False of the others is not wanted.
     """
-    options = _with_function(options)
+    given = options
     try:
+        options = _with_function(given)
         key, tensors, addresses = _look_backward(operands, written, options)
         launch = _launches.get(key)
+    except KernelApiError:  # arguments may have more to say
+        return _first_backward(operands, written, given, None)
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # not looked at, or no hash
         key, launch = None, None
     if launch is None or not are_apart(addresses, launch.apart):
@@ -388,7 +391,7 @@ def _first_backward(
 ) -> dict[str, Any]:
     args, found = arguments_of_gradients(operands, written, options)
     kernel, artifact = run_best(args)
-    if look is None or not args.writes_anything:
+    if look is None or look[0] in _launches or not args.writes_anything:
         return found
     taken = kernel._launch_operands(args)
     sources = _sources(args, taken, options, GRADIENTS[3:])
@@ -397,7 +400,9 @@ def _first_backward(
     launcher = kernel._launcher_in_order(args, artifact), reader_of(tuple(taken))
     given = {name: one for name, one in written.items() if isinstance(one, torch.Tensor)}
     makers = {
-        name: _maker(one) for name, one in found.items() if one is not None and name not in given
+        name: _maker(one, one.device)
+        for name, one in found.items()
+        if one is not None and name not in given
     }
     _remember(look, (*launcher, sources, makers), (*given.values(),))
     return found
@@ -426,7 +431,7 @@ def _target(name: str, written: Mapping[str, Any], source: Any) -> Any:
             raise ArgumentError(f"{name} is asked for and {name[1:].lower()} is None")
         if name in GRADIENTS[3:]:
             return torch.empty(source.shape, dtype=source.dtype, device=source.device)
-        return empty_like(source, source.shape)
+        return _maker(empty_like(source, source.shape, device="meta"), source.device)()
     return given
 
 
@@ -454,23 +459,23 @@ def _are_same(values: dict[str, Any], taken: dict[str, Any]) -> bool:
     return all(name in values and look(values[name]) == look(one) for name, one in taken.items())
 
 
-def _maker(like: Any) -> Callable[[], Any]:
+def _maker(like: Any, device: Any) -> Callable[[], Any]:
     # torch reads plain tuples faster than its own Size.
-    shape, stride, element, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    shape, stride, element = tuple(like.shape), like.stride(), like.dtype
     return lambda: torch.empty_strided(shape, stride, dtype=element, device=device)
 
 
 # Outputs ---------------------------------------------------------------------------------
 
 
-def empty_out(Q: Any, V: Any) -> Any:
+def empty_out(Q: Any, V: Any, device: Any = None) -> Any:
     """In the type of Q, with the modes in memory in the order of those of Q."""
     element = torch.bfloat16 if Q.dtype in _EIGHT_BITS else Q.dtype
     shape = (*Q.shape[:-1], *V.shape[-1:])
-    return empty_like(Q, shape, element)
+    return empty_like(Q, shape, element, device)
 
 
-def empty_like(tensor: Any, shape: tuple[int, ...], element: Any = None) -> Any:
+def empty_like(tensor: Any, shape: tuple[int, ...], element: Any = None, device: Any = None) -> Any:
     """Of a shape, without gaps, with the modes in memory in the order of those of a tensor, the
     last one side by side."""
     if not shape:
@@ -478,7 +483,7 @@ def empty_like(tensor: Any, shape: tuple[int, ...], element: Any = None) -> Any:
     stride = tensor.stride()
     order = sorted(range(len(shape) - 1), key=lambda mode: -stride[mode])
     places = [*order, len(shape) - 1]
-    whole = tensor.new_empty([shape[mode] for mode in places], dtype=element)
+    whole = tensor.new_empty([shape[mode] for mode in places], dtype=element, device=device)
     return whole.permute([places.index(mode) for mode in range(len(shape))])
 
 

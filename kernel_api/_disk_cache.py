@@ -125,6 +125,10 @@ def _home() -> Path:
         ) from None
 
 
+#: What decides where the cache is.
+SETTINGS = (_DIRECTORY, _DISABLE, "XDG_CACHE_HOME", "HOME")
+
+
 def is_disabled() -> bool:
     return os.environ.get(_DISABLE, "0").lower() not in ("", "0", "false", "no")
 

@@ -222,7 +222,7 @@ def run(form: NormForm, complete: dict[str, Any], seen: Any) -> None:
     from kernel_api import _again
 
     args = form.fusion(**complete)
-    if seen is None:
+    if seen is None or seen.is_known:  # of which this one has memory that it shares
         _again.run(None, args, ())
         return
     launcher, taken = _again.launched(args)

@@ -127,20 +127,24 @@ def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
 def _as_one_matrix(x: Any, found: Quantized) -> tuple[Any, Quantized]:
     """Rows of several matrices as those of one, where they have scales of their own and that is a
     view."""
+    import torch
+
     out, scale, mode = found
-    if mode != "row" or x.dim() == 2 or not (x.is_contiguous() and out.is_contiguous()):
+    if mode != "row" or x.dim() == 2 or not isinstance(out, torch.Tensor):
+        return x, found
+    if out.shape != x.shape or not (x.is_contiguous() and out.is_contiguous()):
         return x, found
     return x.flatten(0, 1), Quantized(out.flatten(0, 1), scale.flatten(), mode)
 
 
 def _in_one_launch(args: ElementwiseArguments, mode: str) -> bool:
     """Whether another than the reference does it, which waits for the device."""
-    from kernel_api.discovery import get_kernels
+    from kernel_api._first_kernel import first_kernel
 
     if mode != "row" or args.device.type == "cpu":
         return True
-    offered = get_kernels(args)
-    return not offered or offered[0].provider_name() != "reference"
+    first = first_kernel(args)
+    return first is None or first.provider_name() != "reference"
 
 
 def checked_mode(mode: str, scale: Any) -> None:
@@ -211,9 +215,13 @@ def look_of_quantized(
     *how: Hashable,
 ) -> Any:
     """What a call looks like, see :func:`kernel_api._again.look`; read: tensors beside a scale."""
+    import torch
+
     from kernel_api import _again
 
     scale, given = found.scale, dict(read)
+    if not isinstance(found.out, torch.Tensor):
+        return None
     is_number = isinstance(scale, (int, float))
     if is_number and not (type(scale) is float and 0 < scale < math.inf):
         return None  # which is refused, or launched as another number

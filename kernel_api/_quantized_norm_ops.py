@@ -17,7 +17,7 @@ from kernel_api._quantize_ops import (
 from kernel_api.arguments.norm import NormArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._norm import as_rows
-from kernel_api.operands import becomes_node
+from kernel_api.operands import Operand, becomes_node
 
 __all__ = ["layernorm_quantize", "rmsnorm_quantize"]
 
@@ -106,8 +106,10 @@ def _called(
 
     from kernel_api._autograd import check_outputs
 
-    if not isinstance(x, torch.Tensor) or x.is_nested or not x.dim():  # of which only the first may
-        x = as_rows("x", x).tensor
+    if not isinstance(x, torch.Tensor) or x.is_nested:  # of which the latter is refused
+        x = Operand(x, "x").tensor
+    if not x.dim():
+        as_rows("x", x)  # which refuses it
     is_made, is_node = out is None, becomes_node(x)
     if is_node and is_made and beside[-1] is None:
         from kernel_api import _quantized_norm_operators as operators

@@ -158,7 +158,7 @@ class Kernel(metaclass=KernelType):
         """What of the arguments :meth:`predict` depends on, beside the device, what kernels ask of
         operands, and the epilogue's graph: where it is the same, so is every estimate, and the
         order that they give is looked up. None: that is not known."""
-        return None
+        return () if cls.predict is Kernel.predict else None
 
     def read_resources(self, artifact: CompiledArtifact) -> Resources | None:
         """Registers, shared memory and spills of the compiled code, where there is any."""

@@ -2,6 +2,7 @@
 its own tensors."""
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from support.repeated import (
     CALLS,
     E4M3,
+    F32,
     bits,
     drawn,
     forget,
@@ -335,3 +337,67 @@ def test_scales_that_are_refused_are_so_after_one_that_is_not(name, scale, nothi
     assert remembered()
     with pytest.raises(ka.errors.ArgumentError, match=f"scale is {scale}; expected a finite"):
         form(x, "tensor", scale=scale)
+
+
+class Exported:
+    """An array of another library, of which DLPack is all there is."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **how):
+        return self.tensor.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize("name", ["quantize", "rmsnorm_quantize", "layernorm_quantize"])
+@pytest.mark.parametrize("mode", ["row", "block"])
+@pytest.mark.parametrize("shape", [(8, 128), (2, 4, 128)], ids=str)
+def test_outputs_of_other_libraries_are_written_and_others_refused(
+    name, mode, shape, nothing_remembered
+):
+    form, x, out = getattr(ka.ops, name), drawn(0, *shape), torch.zeros(shape, dtype=torch.int8)
+    expected = form(x, mode, out_dtype="int8")
+    for _ in range(2):
+        assert torch.equal(form(x, mode, out=Exported(out)).scale, expected.scale)
+        assert torch.equal(out, expected.out)
+        out.zero_()
+        with pytest.raises(ka.errors.ArgumentError, match="out is a list; expected a torch tensor"):
+            form(x, mode, out=[1])
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 128), (8, 1, 128), (8, 128)], ids=str)
+@pytest.mark.parametrize("mode", ["row", "block"])
+def test_quantised_matrices_have_the_shape_of_those_that_are_read(mode, shape, nothing_remembered):
+    x = drawn(0, 2, 4, 128)
+    ka.ops.quantize(x, mode, out=room(2, 4, 128, element=E4M3))
+    with pytest.raises(ka.errors.ArgumentError, match=re.escape(f"out has shape {shape}")):
+        ka.ops.quantize(x, mode, out=room(*shape, element=E4M3))
+
+
+def test_rows_of_arrays_have_as_many_modes_as_those_of_tensors(nothing_remembered):
+    x, residual = drawn(0, 2, 4, 128, element=F32), drawn(1, 2, 4, 128, element=F32)
+    expected = ka.ops.rmsnorm_quantize(x, residual=residual)
+    found = ka.ops.rmsnorm_quantize(x.numpy(), residual=residual.numpy())
+    assert found.scale.shape == expected.scale.shape == (2, 4, 1)
+    assert torch.equal(found.scale, expected.scale)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, out: ka.ops.rmsnorm(x, out=out),
+        lambda x, out: ka.ops.gather_rows(x, torch.arange(4).int()[:, None], out=out),
+    ],
+)
+def test_outputs_between_what_is_read_make_one_launcher(call, nothing_remembered, monkeypatch):
+    """Whether elements lie between each other's, arguments say every time."""
+    made, make = [], Kernel._launcher_in_order
+    monkeypatch.setattr(Kernel, "_launcher_in_order", lambda *of: made.append(of) or make(*of))
+    buffer = drawn(0, 4, 64)
+    x, out = buffer[:, :32], buffer[:, 32:]
+    for _ in range(3):
+        call(x, out)
+    assert len(made) == 1

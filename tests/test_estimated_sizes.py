@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import kernel_api as ka
 from kernel_api import _first_kernel, discovery, fusions
+from kernel_api._estimated_sizes import told_apart
 from kernel_api._first_kernel import first_kernel
 from kernel_api.kernel import Kernel
-from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 
 BF16 = torch.bfloat16
 

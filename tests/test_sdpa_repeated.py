@@ -262,3 +262,31 @@ def test_backward_keeps_no_tensor():
     del operands
     gc.collect()
     assert not any(one() is not None for one in alive)
+
+
+def test_gradients_between_each_other_make_one_launcher(monkeypatch):
+    made, make = [], ka.Kernel._launcher_in_order
+    operands = passes(0, H=2, H_kv=2, S_q=6, S_kv=6)
+    monkeypatch.setattr(ka.Kernel, "_launcher_in_order", lambda *of: made.append(of) or make(*of))
+    dQ, dK, dV = torch.empty(2, 2, 6, 3, 8, dtype=torch.float64).unbind(3)
+    expected = ka.ops.sdpa_backward(*operands)
+    made.clear()
+    for _ in range(3):
+        found = ka.ops.sdpa_backward(*operands, dQ=dQ, dK=dK, dV=dV)
+        assert_close(tuple(found), tuple(expected))
+    assert len(made) == 1
+
+
+def test_what_is_allocated_is_no_view_the_first_time_either():
+    operands = passes(0)
+    for _ in range(2):
+        for one in (*ka.ops.sdpa(*operands[:3], return_lse=True), *ka.ops.sdpa_backward(*operands)):
+            assert not one._is_view()
+
+
+def test_what_is_wrong_is_said_in_one_order(monkeypatch):
+    """Arguments come before functions."""
+    operands = passes(0)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"softcap is 0\.0"):
+            ka.ops.sdpa_backward(*operands, softcap=0.0, score_mod=by_table)

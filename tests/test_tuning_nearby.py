@@ -9,7 +9,7 @@ import kernel_api as ka
 from kernel_api import fusions, masks
 from kernel_api._description import described, rebuilt
 from kernel_api.errors import PluginWarning
-from kernel_api.tuning import _nearby
+from kernel_api.tuning import _lookup, _nearby
 from kernel_api.tuning._problem import Problem
 
 BF16, F32, F8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -201,3 +201,102 @@ def test_a_problem_has_its_sizes_again_and_the_rest_of_what_is_like_it(make):
     assert Problem.of(args).distance(nearby) is not None
     there = rebuilt(_nearby._filled(described(args), nearby.to_dict()["arguments"]))
     assert Problem.of(there) == nearby
+
+
+# Looked up ---------------------------------------------------------------------------------
+
+
+class Rounded(Modelled):
+    """Numbers of rows are rounded up to sixteens."""
+
+    def estimated_by(self, args):
+        return -(-args.M // 16)
+
+    def predict(self, args):
+        return super().predict(product(16 * self.estimated_by(args)))
+
+
+class Untold(Modelled):
+    def estimated_by(self, args):
+        return None
+
+
+@pytest.fixture
+def expected(monkeypatch):
+    """Counts what is expected anew."""
+    found, ask = [], _lookup.expected_fastest
+
+    def counted(*given):
+        found.append(given)
+        return ask(*given)
+
+    monkeypatch.setattr(_lookup, "expected_fastest", counted)
+    return found
+
+
+def measured_of(*kernels):
+    problem = Problem.of(product(128))
+    rows = [
+        SimpleNamespace(
+            problem=problem,
+            kernel=SimpleNamespace(name=kernel.metadata.kernel_name),
+            median_us=16.0 + place,
+            passed=True,
+        )
+        for place, kernel in enumerate(kernels)
+    ]
+    return _lookup._Measured(rows), dict(zip(kernels, rows, strict=True))
+
+
+def test_what_is_estimated_the_same_is_expected_once(expected):
+    kernels = Rounded(16), Rounded(64)
+    measured, rows = measured_of(*kernels)
+    for M in range(113, 200):
+        found = measured.expected(product(M), rows, None)
+        assert found is taken(16 * -(-M // 16), dict(zip(kernels, (16.0, 17.0), strict=True)))
+    assert len(expected) == len({-(-M // 16) for M in range(113, 200)})
+
+
+def test_other_kernels_and_arguments_are_expected_for_themselves(expected):
+    small, large, choice = Rounded(16), Rounded(64), Rounded(8)
+    measured, rows = measured_of(small, large)
+    for count, (args, of, by) in enumerate(
+        [
+            (product(120), rows, None),
+            (product(120), rows, choice),
+            (product(120), {small: rows[small]}, None),
+            (fusions.gemm_bias_activation(meta(120, 256), meta(512, 256).T, out=meta(120, 512),
+                                          activation="relu"), rows, None),
+        ],
+        1,
+    ):  # fmt: skip
+        for _ in range(2):
+            measured.expected(args, of, by)
+        assert len(expected) == count
+
+
+def test_what_depends_on_more_than_is_told_is_expected_every_time(expected):
+    measured, rows = measured_of(Rounded(16), Untold(64))
+    for _ in range(3):
+        measured.expected(product(120), rows, None)
+    assert len(expected) == 3
+
+
+def test_few_are_kept(expected, monkeypatch):
+    monkeypatch.setattr(_lookup, "_PROBLEMS_KEPT", 2)
+    measured, rows = measured_of(Rounded(16))
+    for M in range(16, 160, 16):
+        measured.expected(product(M), rows, None)
+        assert len(measured._expected) <= 2
+
+
+def test_a_store_is_opened_again_where_settings_are_others(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    for folder in ("one", "other"):
+        monkeypatch.setenv("KERNEL_API_CACHE_DIR", str(tmp_path / folder))
+        first = _lookup._store(cpu)
+        assert first.folder == tmp_path / folder / "tuning" and _lookup._store(cpu) is first
+    _lookup.changed()
+    assert _lookup._store(cpu) is not first
+    monkeypatch.setenv("KERNEL_API_DISABLE_CACHE", "1")
+    assert _lookup._store(cpu) is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterator
 from itertools import islice
 from typing import Any
 
 from kernel_api import _locks, _log, provider
 from kernel_api._checks import require_arguments
+from kernel_api._disk_cache import SETTINGS
 from kernel_api._first_kernel import first_kernel
 from kernel_api.arguments import Arguments
 from kernel_api.devices import target_of, torch_device
@@ -17,7 +19,7 @@ from kernel_api.kernel import Kernel
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._measurement import Measurement
 from kernel_api.tuning._nearby import FASTEST, expected_fastest
-from kernel_api.tuning._policy import Policy
+from kernel_api.tuning._policy import REST, Policy
 from kernel_api.tuning._problem import Problem
 from kernel_api.tuning._store import Store
 from kernel_api.tuning._table import Table
@@ -78,6 +80,7 @@ def changed() -> None:
     with _lock:
         _found.clear()
         _measured.clear()
+        _stores.clear()
     provider.registry_changed()
 
 
@@ -88,6 +91,8 @@ def _looked_up(args: Arguments, device: Any, *, nearby: bool) -> Kernel | None:
         if store is None:
             return None
         problem = Problem.of(args)
+        if not store.has_like(problem):
+            return None
         kernel = _fastest(store, problem, args)
         return _of_nearby(store, problem, args, device) if kernel is None and nearby else kernel
     except (KernelApiError, OSError) as error:
@@ -109,7 +114,7 @@ def _of_nearby(store: Store, problem: Problem, args: Arguments, device: Any) -> 
     kernels = ((nearest.kernel(row, args), row) for row in nearest.passed)
     found = ((kernel, row) for kernel, row in kernels if kernel is not None)
     taken = dict(islice(found, FASTEST))
-    return expected_fastest(args, nearest.rows, taken, _choice(args, device)) if taken else None
+    return nearest.expected(args, taken, _choice(args, device)) if taken else None
 
 
 def nearest_on(store: Store, problem: Problem) -> _Measured | None:
@@ -131,6 +136,24 @@ class _Measured:
         self.rows = rows
         self.passed = [row for row in rows if row.passed]
         self._kernels: dict[str, Kernel | None] = {}
+        self._expected: dict[Hashable, Kernel] = {}
+
+    def expected(
+        self, args: Arguments, taken: dict[Kernel, Measurement], choice: Kernel | None
+    ) -> Kernel:
+        """See :func:`expected_fastest`; looked up for arguments of which all estimates are those of
+        earlier ones."""
+        kernels = [*taken] if choice is None else [*taken, choice]
+        by = tuple([kernel.estimated_by(args) for kernel in kernels])
+        if None in by:
+            return expected_fastest(args, self.rows, taken, choice)
+        key = args.device, args.signature, *kernels, by
+        found = self._expected.get(key)
+        if found is None:
+            if len(self._expected) >= _PROBLEMS_KEPT:
+                self._expected.clear()
+            found = self._expected[key] = expected_fastest(args, self.rows, taken, choice)
+        return found
 
     def kernel(self, row: Measurement, args: Arguments) -> Kernel | None:
         """Of a row, if it takes the arguments."""
@@ -176,9 +199,24 @@ def _fastest_first(store: Store, problem: Problem) -> Iterator[Measurement]:
         yield from (row for row in store.measurements(problem) if row != best)
 
 
+_stores: dict[Hashable, Store | None] = {}
+
+
 def _store(device: Any) -> Store | None:
+    """For a device, as of when it was asked for first with these settings."""
     if device.type not in ("cpu", "cuda"):
         return None
+    if device.index is None and device.type == "cuda":  # the current one
+        return _opened(device)
+    key = device, *[os.environ.get(name) for name in (*SETTINGS, REST)]
+    if key not in _stores:
+        found = _opened(device)
+        with _lock:
+            _stores[key] = found
+    return _stores[key]
+
+
+def _opened(device: Any) -> Store | None:
     environment = Environment.of(device, Policy.usual(device.type))
     table = Table.of(environment)
     return Store.open(environment, beneath=table) or table

@@ -25,7 +25,7 @@ _NOT_ON_CPU = {
 }
 
 #: Of the environment: ``rest`` of the usual policy.
-_REST = "KERNEL_API_REST"
+REST = "KERNEL_API_REST"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Policy:
         of a GPU; raises ArgumentError if it is no number."""
         if device == "cpu":
             return cls(launches="eager", l2="warm", rest=0)
-        given = os.environ.get(_REST)
+        given = os.environ.get(REST)
         return cls() if not given else cls(rest=_whole(given))
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def why_not_on_cpu(name: str, value: Any) -> str | None:
 
 def _whole(given: str) -> int:
     if not given.isdecimal():
-        raise ArgumentError(f"{_REST} is {given!r}; expected a whole number of 0 or more: set one")
+        raise ArgumentError(f"{REST} is {given!r}; expected a whole number of 0 or more: set one")
     return int(given)
 
 

@@ -149,6 +149,10 @@ class Store(RowFiles):
             return None if self.beneath is None else self.beneath._find(problem, kernel)
         return self._measurement(row, problem)
 
+    def has_like(self, problem: Problem) -> bool:
+        """Whether there are rows of a problem that is alike in all but sizes, or of itself."""
+        return bool(self._problems_like(problem.likeness))
+
     def near(self, problem: Problem) -> list[Problem]:
         """Those with rows that are near, nearest first (see :meth:`Problem.near`)."""
         return problem.near(self._problems_like(problem.likeness))

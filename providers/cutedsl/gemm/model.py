@@ -29,9 +29,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kernel_api._cached_property import cached_property
+from kernel_api._estimated_sizes import told_apart
 from kernel_api.arguments import GemmArguments
 from kernel_api.epilogue.graph import Graph, Node
-from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.machine import Constants
 from kernel_api.providers.cutedsl.gemm.sm90_design import SUBTILE, resident_clusters

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from kernel_api._cached_property import cached_property
+from kernel_api._estimated_sizes import told_apart
 from kernel_api.arguments import EpilogueArguments, ScaleMode
 from kernel_api.arguments.experts import Experts
 from kernel_api.arguments.grouped import GroupedGemmArguments
@@ -21,7 +22,6 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     reduction_sizes,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
-from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.providers.cutedsl.gemm.fusing import FusedGemm
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel

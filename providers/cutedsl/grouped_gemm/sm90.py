@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from kernel_api._cached_property import cached_property
+from kernel_api._estimated_sizes import told_apart
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments.grouped import GroupedGemmArguments
 from kernel_api.epilogue import Graph
 from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE, sums_both_ways
-from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.fusing import output_types
 from kernel_api.providers.cutedsl.gemm.scaling import OF_SUMS, scaled_by_blocks

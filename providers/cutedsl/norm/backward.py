@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kernel_api._estimated_sizes import told_apart
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import LayerNormBackwardArguments, RmsNormBackwardArguments
 from kernel_api.arguments.norm import NormArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import NormBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.h200 import REGISTERS
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder, remembered_by_shape
 from kernel_api.providers.cutedsl.norm import model

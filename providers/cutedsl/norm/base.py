@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kernel_api._estimated_sizes import told_apart
 from kernel_api.arguments.norm import NormArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import compiler
-from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.extents import counted_in_32_bits
 from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, by_place
 from kernel_api.providers.streams import on_stream

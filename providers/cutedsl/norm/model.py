@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kernel_api._estimated_sizes import told_apart
 from kernel_api.arguments.norm import (
     LayerNormArguments,
     LayerNormBackwardArguments,
@@ -29,7 +30,6 @@ from kernel_api.arguments.norm import (
 )
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import OperandsMetadata
-from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.h200 import (
     BANDWIDTH,
     L2_BANDWIDTH,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from kernel_api._estimated_sizes import told_apart
 from kernel_api.arguments import ElementwiseArguments, LayerNormArguments, RmsNormArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.epilogue import Graph
@@ -13,7 +14,6 @@ from kernel_api.metadata import NormOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.elementwise.sm80 import CONVERTS_8_BITS
 from kernel_api.providers.cutedsl.epilogue.operands import epilogue_values
-from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.h200 import L2_BANDWIDTH
 from kernel_api.providers.cutedsl.kernel import unless_empty
 from kernel_api.providers.cutedsl.norm import model
