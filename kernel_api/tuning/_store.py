@@ -29,7 +29,7 @@ logger = _log.logger(__name__)
 _TICK_NS = 100_000_000
 
 #: Below folders of problems that are alike, as of when they had last changed.
-_problems: dict[Path, tuple[int, frozenset[Problem]]] = {}
+_problems: dict[str, tuple[int, frozenset[Problem]]] = {}
 
 
 class Store(RowFiles):
@@ -128,10 +128,7 @@ class Store(RowFiles):
 
     def _changed(self, folder: Path) -> int:
         """When names in a folder last changed, in nanoseconds of the epoch; 0 without one."""
-        try:
-            return os.stat(os.path.join(self.folder, folder)).st_mtime_ns
-        except OSError:
-            return 0
+        return _changed(os.path.join(self.folder, folder))
 
     def find(self, problem: Problem, kernel: Kernel) -> Measurement | None:
         """What is known of a kernel, with its present sources, on a problem."""
@@ -159,10 +156,11 @@ class Store(RowFiles):
 
     def _problems_like(self, likeness: str) -> frozenset[Problem]:
         """Those that rows are of; ours are read again where a problem has come or gone."""
-        folder = Path(self.environment.digest, likeness)
-        place, changed = self.folder / folder, self._changed(folder)
+        place = os.path.join(self._place, likeness)
+        changed = _changed(place)
         known = _problems.get(place)
         if known is None or known[0] != changed:
+            folder = Path(self.environment.digest, likeness)
             found = [self._problem_in(folder / name) for name in self._names(folder)]
             known = changed, frozenset(filter(None, found))
             if None not in found and 0 < changed < time.time_ns() - _TICK_NS:
@@ -223,11 +221,23 @@ class Store(RowFiles):
             return None
 
     @cached_property
+    def _place(self) -> str:
+        """Where rows of the environment are."""
+        return os.path.join(self.folder, self.environment.digest)
+
+    @cached_property
     def _environment_text(self) -> str:
         return self.environment.to_json()
 
     def _folder_of(self, problem: Problem) -> Path:
         return Path(self.environment.digest, problem.likeness, problem.digest)
+
+
+def _changed(place: str) -> int:
+    try:
+        return os.stat(place).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _problem_of(row: RowText) -> Problem | None:

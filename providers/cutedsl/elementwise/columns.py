@@ -7,6 +7,7 @@ an epilogue does not see as long as it asks for columns in whole blocks of them.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ def bundles(graph: Graph | None) -> Bundles:
     return Bundles(lcm(planned.bundle, WIDTH), planned.spans_row)
 
 
+@lru_cache(maxsize=512)
 def merged_groups(graph: Graph | None, pair_bytes: int, vector_bytes: int) -> int:
     """Groups of columns whose columns of a thread become neighbours.
 

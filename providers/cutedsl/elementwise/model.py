@@ -8,6 +8,7 @@
     waves    no less than one latency of the memory for each step of each wave, and more where each
              step leaves parts of rows
     parts    a thread adds those of a value one after the other
+    rows     told apart as estimates do, see :func:`told_apart`
     edges    threads of tiles that lie behind the last row or column take their time as well, and
              have nothing on their way
 
@@ -18,8 +19,10 @@ are of sums over columns measured there, 2026-11-24; the others are estimates.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import NamedTuple
 
+from kernel_api._estimated_sizes import told_apart
 from kernel_api.arguments import ElementwiseArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.operands import Operand
@@ -83,18 +86,18 @@ class Shape(NamedTuple):
 
 def seconds(args: ElementwiseArguments, shape: Shape) -> float:
     """Expected of a launch."""
-    multiprocessors = multiprocessors_of(args.device)
+    multiprocessors, rows = multiprocessors_of(args.device), told_apart(args.M)
     tiles_n = -(-args.N // shape.tile[1])
-    tiles = max(1, -(-args.M // shape.tile[0]) * tiles_n * args.L)
+    tiles = max(1, -(-rows // shape.tile[0]) * tiles_n * args.L)
     loaded = shape.elements * _read_per_element(args)
     resident = _resident(shape, loaded)
     waves = -(-tiles // (resident * multiprocessors))
-    down = min(shape.steps, -(-args.M * shape.steps // shape.tile[0]))
+    down = min(shape.steps, -(-rows * shape.steps // shape.tile[0]))
     steps = down * shape.along
     of_one = -(-tiles // multiprocessors)
     used = args.N / (tiles_n * shape.tile[1]) if args.N else 1.0
     share = min(1.0, min(resident, of_one) * shape.threads * loaded * used / _IN_FLIGHT)
-    moved = sum(map(moved_bytes, args.named_operands.values()))
+    moved = sum(_moved(args))
     memory = moved / (BANDWIDTH * share) * _VECTOR_COST[shape.vector_bytes]
     memory *= of_one * multiprocessors / tiles * _row_cost(args, shape)
     if any(_is_strided(one) for one in (args.x, args.out)):
@@ -109,17 +112,31 @@ def seconds(args: ElementwiseArguments, shape: Shape) -> float:
     return _OVERHEAD + found
 
 
+def estimated_by(args: ElementwiseArguments) -> Hashable:
+    """What of the arguments, beside their types and what kernels ask of operands, estimates depend
+    on."""
+    strided = _is_strided(args.x), _is_strided(args.out)
+    return told_apart(args.M), args.N, args.L, args.signature, strided, _moved(args)
+
+
+def _moved(args: ElementwiseArguments) -> tuple[int, ...]:
+    """Bytes of every tensor."""
+    return tuple(map(moved_bytes, args.named_operands.values()))
+
+
 def moved_bytes(operand: Operand) -> int:
     """Of what is there in memory."""
-    extents = zip(operand.shape, operand.stride, strict=True)
-    elements = math.prod(extent if stride or not extent else 1 for extent, stride in extents)
-    return elements * operand.dtype.itemsize
+    found, rows = operand.dtype.itemsize, max(len(operand.shape) - 2, 0)
+    for mode, (extent, stride) in enumerate(zip(operand.shape, operand.stride, strict=True)):
+        if stride or not extent:
+            found *= told_apart(extent) if mode == rows else extent
+    return found
 
 
 def _read_per_element(args: ElementwiseArguments) -> float:
     """Bytes that are on their way for each element of the accumulator."""
     inputs = () if args.epilogue is None else args.epilogue.inputs.values()
-    more = sum(map(moved_bytes, inputs)) / max(args.M * args.N * args.L, 1)
+    more = sum(map(moved_bytes, inputs)) / max(told_apart(args.M) * args.N * args.L, 1)
     return args.x.dtype.itemsize + more
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kernel_api._cached_property import cached_property
+from kernel_api._estimated_sizes import told_apart
 from kernel_api._workspaces import PART_BYTES, ZEROED
 from kernel_api.arguments import ElementwiseArguments
 from kernel_api.artifact import CompiledArtifact
@@ -375,7 +376,7 @@ class Sm80Elementwise(BareWhereSizesAreKnown):
 
     def predict(self, args: ElementwiseArguments) -> float:
         design, vector = self._design, _vector_bytes(self.metadata.operands)
-        bundle = _bundle(design, self._graph)
+        bundle, rows = _bundle(design, self._graph), told_apart(args.M)
         widest = max(operand.dtype.itemsize for operand in args.operands)
         merged = merged_groups(self._graph, 2 * widest, vector)
         along = -(-args.N // design.columns_at_once) if design.whole_rows else 1
@@ -386,11 +387,15 @@ class Sm80Elementwise(BareWhereSizesAreKnown):
             design.steps,
             along,
             max(1, min(vector, 2 * merged * widest)),
-            PART_BYTES * self._reductions(args.M, args.N, args.L)[1],
-            self._parts_of_a_value(args.M, args.N),
+            PART_BYTES * self._reductions(rows, args.N, args.L)[1],
+            self._parts_of_a_value(rows, args.N),
             "columns" in self._over and not design.whole_rows,
         )
         return model.seconds(args, shape)
+
+    @classmethod
+    def estimated_by(cls, args: Any) -> Hashable | None:
+        return model.estimated_by(args)
 
 
 def _vector_bytes(operands: Any) -> int:
