@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -15,6 +15,7 @@ from kernel_api.masks import BlockSparse
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl.extents import MOST, counted_in_32_bits
 from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, CuteDslKernel, WorkspaceFinder
+from kernel_api.providers.cutedsl.sdpa.estimated import Estimated, estimated_by
 from kernel_api.space import Miss, Operands, Rule, rule
 
 WHY_ALIGNED = "rows are copied in vectors of 16 bytes, whose addresses and pitches are multiples"
@@ -82,6 +83,8 @@ class AttentionKernel(CuteDslKernel):
 
     takes_more = True
     reorders_accumulation = True
+    #: Seconds, of arguments as estimates see them.
+    _estimate: Callable[..., float]
     #: The implementation for scores, and for what else depends on arguments, by name.
     _built: Callable[..., Callable[..., None]]
 
@@ -92,6 +95,13 @@ class AttentionKernel(CuteDslKernel):
     @rule("nothing converts what a bias of float8_e8m0fnu holds, powers of two alone")
     def _(args: Any) -> bool | Miss:
         return refused_bias(args, lambda element: element.short == "e8m0")
+
+    def predict(self, args: Any) -> float:
+        return self._estimate(Estimated(args))
+
+    @classmethod
+    def estimated_by(cls, args: Any) -> Hashable | None:
+        return estimated_by(args)
 
     counts_in_32_bits = counted_in_32_bits
 

@@ -12,6 +12,7 @@ from kernel_api.providers.cutedsl.sdpa.model import (
     choose,
     loaded,
     longest,
+    queries_of,
     row_tiles,
     seen,
 )
@@ -109,7 +110,7 @@ def _by_workspace(args: Any, design: Any) -> float:
     found = sdpa_split.nanoseconds(parts, size._replace(blocks=math.ceil(met)), costs, choose)
     if not sdpa_split.are_many(rows, most, design.head_dim[1], choose):
         found += 1e9 * _adding_up(min(rows, most), design.head_dim[1], parts)
-    queries = math.prod(args.Q.shape[:-1]) * (args.D + args.D_v) * args.Q.dtype.itemsize
+    queries = queries_of(args) * (args.D + args.D_v) * args.Q.dtype.itemsize
     return float(_ALONE_BY_WORKSPACE + 1e-9 * found + queries / _READ)
 
 
@@ -153,7 +154,7 @@ def _in_clusters(args: Any, design: Any) -> float:
             found += _LOST * min(each, _UNTIL) / _UNTIL
         elif args.is_paged:
             found += _IN_PAGES * min(each, _UNTIL)
-    queries = math.prod(args.Q.shape[:-1]) * of_keys * args.Q.dtype.itemsize
+    queries = queries_of(args) * of_keys * args.Q.dtype.itemsize
     return float(_ALONE_IN_CLUSTERS[columns] + found + queries / _READ)
 
 

@@ -201,7 +201,7 @@ class _Facts(NamedTuple):
         keys = int(args.S_kv)
         if args.is_packed and args.is_paged:
             keys = math.ceil(_FILLED * keys)
-        queries, read = math.prod(args.Q.shape[:-1]), args.B * args.H_kv * keys
+        queries, read = queries_of(args), args.B * args.H_kv * keys
         if args.is_packed:
             read = min(read, math.prod(args.K.shape[:-1]))
         columns = args.D + args.D_v
@@ -220,6 +220,11 @@ def _facts(args: Any) -> _Facts:
         facts = _Facts.of(args)
         _last = (args.key, facts)
     return facts
+
+
+def queries_of(args: Any) -> int:
+    """Of all heads and sequences."""
+    return int(math.prod(args.Q.shape[:-1]) if args.is_packed else args.B * args.H * args.S_q)
 
 
 def keys_of(args: Any) -> int:

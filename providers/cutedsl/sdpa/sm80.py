@@ -121,7 +121,7 @@ class Sm80Forward(Sm80Sdpa):
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), page_size=args.page_size)
 
-    def predict(self, args: SdpaArguments) -> float:
+    def _estimate(self, args: Any) -> float:
         found = self._seconds(args, args.S_q, args.S_kv, sum(self._design.head_dim))
         return found * _BIASED if "bias" in args.further else found
 
@@ -169,8 +169,8 @@ class Sm80SdpaForwardFp8(WideOperands, Sm80Forward):
         )
         return found
 
-    def predict(self, args: SdpaArguments) -> float:
-        return super().predict(args) + model.widening_seconds(args)
+    def _estimate(self, args: Any) -> float:
+        return super()._estimate(args) + model.widening_seconds(args)
 
 
 @CuTeDSLProvider.register
@@ -231,7 +231,7 @@ class Sm80SdpaBackward(Sm80Sdpa):
     def get_workspace_size(self, args: SdpaBackwardArguments) -> int:
         return _workspace_bytes(args.lse.shape)
 
-    def predict(self, args: SdpaBackwardArguments) -> float:
+    def _estimate(self, args: Any) -> float:
         # Scores and their derivatives twice, and a sum for each of the three.
         columns = 7 * sum(self._design.head_dim) // 2
         found = self._seconds(args, args.S_q, args.S_kv, columns)

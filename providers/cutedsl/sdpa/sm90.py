@@ -241,7 +241,7 @@ class Sm90SdpaOf16Bits(Sm90Sdpa):
         scores, longest_first = self.scores(args), hides_later(args)
         return self._built(scores, longest_first=longest_first, page_size=args.page_size)
 
-    def predict(self, args: SdpaArguments) -> float:
+    def _estimate(self, args: Any) -> float:
         return model.seconds(args, self._design)
 
 
@@ -425,5 +425,5 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
         )
         return found
 
-    def predict(self, args: SdpaArguments) -> float:
+    def _estimate(self, args: Any) -> float:
         return 0.6 * model.seconds(args, self._design)

@@ -353,7 +353,7 @@ class Sm90SdpaBackward(AttentionKernel):
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
         return self._finder_by(names, 0, 1)
 
-    def predict(self, args: Any) -> float:
+    def _estimate(self, args: Any) -> float:
         """Of blocks, one after the other on each multiprocessor; no less than the longest takes."""
         from kernel_api.implementations.sm90.sdpa_backward_shares import adding_up
 

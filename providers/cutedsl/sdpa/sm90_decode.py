@@ -158,7 +158,7 @@ class Sm90SdpaDecode(Sm90FewQueries):
             found = SdpaDecodeCluster(*values, cluster=design.cluster, page_size=page_size)
         return found
 
-    def predict(self, args: SdpaArguments) -> float:
+    def _estimate(self, args: Any) -> float:
         return decode_model.decode_seconds(args, self._design)
 
 
@@ -220,7 +220,7 @@ class Sm90SdpaDecodeFp8(Sm90FewQueries):
             found = SdpaDecodeMixed(*values, queries_type=Q.cutlass, **options)
         return found
 
-    def predict(self, args: SdpaArguments) -> float:
+    def _estimate(self, args: Any) -> float:
         return decode_model.decode_fp8_seconds(args, self._design)
 
 
@@ -253,5 +253,5 @@ class Sm90SdpaLatent(Sm90FewQueries):
 
         return int(MOST_LATENT_PARTS)
 
-    def predict(self, args: SdpaArguments) -> float:
+    def _estimate(self, args: Any) -> float:
         return decode_model.latent_seconds(args, self._design)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from kernel_api.arguments import SdpaArguments
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.sdpa import model
 from kernel_api.providers.cutedsl.sdpa.sm90 import OPERANDS_MIXED, Sm90SdpaOf16Bits
@@ -36,5 +35,5 @@ class Sm90SdpaForwardMixed(WideOperands, Sm90SdpaOf16Bits):
         )
         return found
 
-    def predict(self, args: SdpaArguments) -> float:
+    def _estimate(self, args: Any) -> float:
         return model.seconds(args, self._design) + model.widening_seconds(args)
