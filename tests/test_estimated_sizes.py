@@ -87,6 +87,43 @@ def attention(S):
     return ka.SdpaArguments(q, k, v, out, mask=masks.Causal())
 
 
+def packed(T):
+    """Three sequences."""
+    ends = empty(4, element=torch.int32)
+    (q, out), (k, v) = ([empty(T, H, 128) for _ in range(2)] for H in (16, 4))
+    return ka.SdpaArguments(
+        q, k, v, out, mask=masks.Causal(),
+        cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T,
+    )  # fmt: skip
+
+
+def in_pages(T, S_q, S_kv):
+    """T queries of three sequences, the longest of which has S_q, and room for S_kv keys."""
+    ends, lengths = empty(4, element=torch.int32), empty(3, element=torch.int32)
+    (q, out), (k, v) = ([empty(*shape, 128) for _ in range(2)] for shape in ((T, 16), (900, 4, 64)))
+    return ka.SdpaArguments(
+        q, k, v, out, mask=masks.Causal("bottom_right"), cu_seqlens_q=ends, max_seqlen_q=S_q,
+        seq_lens_kv=lengths, page_table=empty(3, -(-S_kv // 64), element=torch.int32),
+    )  # fmt: skip
+
+
+def packed_in_pages(T):
+    return in_pages(T, T, 8192)
+
+
+def packed_few_queries(S_kv):
+    return in_pages(3, 1, S_kv)
+
+
+def packed_backward(T):
+    ends = empty(4, element=torch.int32)
+    read, written = ([empty(T, 8, 64) for _ in range(count)] for count in (5, 3))
+    return ka.SdpaBackwardArguments(
+        *read, empty(8, T, element=torch.float32), *written, mask=masks.Causal(),
+        cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T,
+    )  # fmt: skip
+
+
 def few_queries(S):
     q, k, v, out = (empty(4, H, rows, 128) for H, rows in ((32, 1), (8, S), (8, S), (32, 1)))
     return ka.SdpaArguments(q, k, v, out)
@@ -101,7 +138,8 @@ def attention_backward(S):
 ALL = (
     *(product, gated, scaled, grouped, weight_gradients),
     *(norm, norm_of_a_sum, norm_backward, norm_in_8_bits, rows_in_8_bits, sums_of_columns),
-    *(attention, few_queries, attention_backward),
+    *(attention, few_queries, attention_backward, packed, packed_in_pages, packed_few_queries),
+    packed_backward,
 )
 
 
