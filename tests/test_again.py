@@ -1,5 +1,5 @@
-"""One-call forms that allocate all they write: calls that look alike are launched at once, each on
-its own tensors."""
+"""One-call forms of norms, rows and quantisation: calls that look alike are launched at once, each
+on its own tensors, be they outputs that are made for it or given."""
 
 import gc
 import re

@@ -424,3 +424,18 @@ def test_rows_beside_a_residual_spill_nothing(kind, N, threads):
     args = draw.arguments(kind, weight=draw.columns(element="float32"), **given)
     (kernel, *_) = (k for k in offered(args) if k.metadata.design.threads == threads)
     assert kernel.compile(args, cc="sm_90").resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("columns", "warps"),
+    [(128, 32), (8192, 32), (10240, 24), (16384, 16), (32768, 8), (65536, 8), (0, 8)],
+)
+def test_sums_over_rows_are_added_up_by_blocks_that_run_at_once(columns, warps):
+    """Of 132 multiprocessors with 64 warps each, if a block has as few as eight."""
+    from kernel_api.implementations.common.column_sums import ColumnSums
+
+    sums = ColumnSums(columns, False)
+    assert sums.warps == warps and sums.threads == 32 * warps
+    blocks = -(-columns // 32)
+    assert warps == ColumnSums.fewest or blocks * warps <= 132 * 64
