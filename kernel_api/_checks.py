@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kernel_api._numbers import whole_number
 from kernel_api.arguments import Arguments, EpilogueArguments
 from kernel_api.arguments.experts import memory_of
-from kernel_api.errors import ArgumentError, DeviceError, WorkspaceError
+from kernel_api.errors import ArgumentError, DeviceError, EpilogueError, WorkspaceError
 
 if TYPE_CHECKING:
     from kernel_api.epilogue import Graph
@@ -104,3 +105,17 @@ def checked_workspace(name: str, asked: Any, device: Any, given: Any) -> Any:
     if not given.is_contiguous():
         raise WorkspaceError(f"the workspace has strides {given.stride()}; expected contiguous")
     return given
+
+
+def with_operands(launch: Callable[..., None], prepared: dict[str, Any]) -> Callable[..., None]:
+    """The launch, with operands that are taken where a call names no others."""
+
+    def launch_with(*tensors: Any, stream: Any = None, **operands: Any) -> None:
+        for name, value in operands.items():
+            if name not in prepared:
+                raise EpilogueError(f"there is no operand {name}; there are {', '.join(prepared)}")
+            if type(value) is int and type(prepared[name]) is float:
+                operands[name] = float(value)
+        launch(*tensors, stream=stream, **{**prepared, **operands})
+
+    return launch_with

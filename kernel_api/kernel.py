@@ -20,6 +20,7 @@ from kernel_api._checks import (
     not_arguments,
     require_arguments,
     require_data,
+    with_operands,
 )
 from kernel_api._kernel_type import KernelType
 from kernel_api._naming import name_of
@@ -35,7 +36,6 @@ from kernel_api.errors import (
     CaptureError,
     CompileError,
     DeviceError,
-    EpilogueError,
     KernelApiError,
     UnsupportedError,
 )
@@ -311,7 +311,7 @@ class Kernel(metaclass=KernelType):
         _recording.record(args)
         launch = args.checked(self._launcher(args, artifact))
         operands = self._launch_operands(args)
-        return launch if not operands else _with_operands(launch, operands)
+        return launch if not operands else with_operands(launch, operands)
 
     # How they work -----------------------------------------------------------------------
 
@@ -584,20 +584,6 @@ class Kernel(metaclass=KernelType):
 
     def __repr__(self) -> str:
         return f"<{self.metadata.kernel_name}>"
-
-
-def _with_operands(launch: Callable[..., None], prepared: dict[str, Any]) -> Callable[..., None]:
-    """The launch, with operands that are taken where a call names no others."""
-
-    def launch_with(*tensors: Any, stream: Any = None, **operands: Any) -> None:
-        for name, value in operands.items():
-            if name not in prepared:
-                raise EpilogueError(f"there is no operand {name}; there are {', '.join(prepared)}")
-            if type(value) is int and type(prepared[name]) is float:
-                operands[name] = float(value)
-        launch(*tensors, stream=stream, **{**prepared, **operands})
-
-    return launch_with
 
 
 def _names(targets: Iterable[Target]) -> str:

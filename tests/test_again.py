@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from support.arrays import Array
 from support.repeated import (
     CALLS,
     E4M3,
@@ -339,19 +340,6 @@ def test_scales_that_are_refused_are_so_after_one_that_is_not(name, scale, nothi
         form(x, "tensor", scale=scale)
 
 
-class Exported:
-    """An array of another library, of which DLPack is all there is."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def __dlpack__(self, **how):
-        return self.tensor.__dlpack__(**how)
-
-    def __dlpack_device__(self):
-        return self.tensor.__dlpack_device__()
-
-
 @pytest.mark.parametrize("name", ["quantize", "rmsnorm_quantize", "layernorm_quantize"])
 @pytest.mark.parametrize("mode", ["row", "block"])
 @pytest.mark.parametrize("shape", [(8, 128), (2, 4, 128)], ids=str)
@@ -361,7 +349,7 @@ def test_outputs_of_other_libraries_are_written_and_others_refused(
     form, x, out = getattr(ka.ops, name), drawn(0, *shape), torch.zeros(shape, dtype=torch.int8)
     expected = form(x, mode, out_dtype="int8")
     for _ in range(2):
-        assert torch.equal(form(x, mode, out=Exported(out)).scale, expected.scale)
+        assert torch.equal(form(x, mode, out=Array(out)).scale, expected.scale)
         assert torch.equal(out, expected.out)
         out.zero_()
         with pytest.raises(ka.errors.ArgumentError, match="out is a list; expected a torch tensor"):

@@ -3,22 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from support.arrays import Array
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError
-
-
-class Array:
-    """It has the protocol of DLPack, and nothing else: no shape, no dtype."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def __dlpack__(self, **how):
-        return self.tensor.__dlpack__(**how)
-
-    def __dlpack_device__(self):
-        return self.tensor.__dlpack_device__()
 
 
 def test_products_take_them_as_operands_and_as_out():

@@ -211,20 +211,24 @@ class Problem:
 _last: tuple[Any, Problem | None, dict[str, Constants]] = (None, None, {})
 
 
-def problem_of(args: GemmArguments) -> Problem:
+def _found(args: GemmArguments) -> tuple[Problem, dict[str, Constants]]:
     """Of arguments that were the last asked about, what was found then."""
     global _last
-    key, problem, _ = _last
+    key, problem, constants = _last
     if problem is None or key is not args.key:
-        problem = Problem.of(args)
-        _last = (args.key, problem, {})
-    return problem
+        problem, constants = Problem.of(args), {}
+        _last = (args.key, problem, constants)
+    return problem, constants
+
+
+def problem_of(args: GemmArguments) -> Problem:
+    """What estimates of the arguments start from."""
+    return _found(args)[0]
 
 
 def predict(args: GemmArguments, candidate: Candidate, family: str) -> float:
     """Seconds for one design of a family."""
-    problem = problem_of(args)
-    constants = _last[2]
+    problem, constants = _found(args)
     of_family = constants.get(family)
     if of_family is None:
         of_family = constants[family] = machine.constants_on(args.device, family)

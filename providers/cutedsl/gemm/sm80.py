@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kernel_api._cached_property import cached_property
-from kernel_api.arguments import GemmArguments
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import Tiling, fits_tile, spans_rows
 from kernel_api.providers.cutedsl.gemm import model
 from kernel_api.providers.cutedsl.gemm.fusing import (
-    FusedGemm,
     columns_that_matter,
     lowered,
     operands_rule,
     types_rule,
 )
+from kernel_api.providers.cutedsl.gemm.modelled import ModelledGemm
 from kernel_api.providers.cutedsl.gemm.scaling import OF_SUMS, scale_kinds, scaling
 from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign
 from kernel_api.space import Miss, Operands, Space, rule
@@ -157,7 +156,7 @@ _STORED = (
 _WHY_ALIGNED = "cp.async of 16 bytes needs addresses and leading strides in multiples of 16 bytes"
 
 
-class Sm80GemmFamily(FusedGemm):
+class Sm80GemmFamily(ModelledGemm):
     """What the families share; they differ in element types, and so in designs."""
 
     targets = ("sm_80",)
@@ -261,13 +260,6 @@ class Sm80GemmFamily(FusedGemm):
         copied = _COSTLY_TILE * (tile_m + tile_n) / (2 * tile_m * tile_n)
         cost = _LOAD_COST[self.metadata.operands.tensors["A"].alignment]
         return 1 + (cost - 1) * min(copied, 1.0)
-
-    def predict(self, args: GemmArguments) -> float:
-        return model.predict(args, self.candidate, self.family)
-
-    @classmethod
-    def estimated_by(cls, args: Any) -> Hashable | None:
-        return model.problem_of(args)
 
 
 @CuTeDSLProvider.register

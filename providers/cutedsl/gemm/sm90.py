@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from math import gcd
 from typing import Any, ClassVar
 
@@ -31,12 +31,12 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
 from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
 from kernel_api.providers.cutedsl.gemm.fusing import (
-    FusedGemm,
     columns_that_matter,
     lowered,
     operands_rule,
     types_rule,
 )
+from kernel_api.providers.cutedsl.gemm.modelled import ModelledGemm
 from kernel_api.providers.cutedsl.gemm.scaling import (
     OF_SUMS,
     alignments_of_scales,
@@ -81,7 +81,7 @@ MOST_COLUMNS = 256
 _BUFFERED_PER_BYTE = 128
 
 
-class Sm90GemmFamily(FusedGemm):
+class Sm90GemmFamily(ModelledGemm):
     """What the families share; they differ in element types, and so in designs."""
 
     targets = ("sm_90a",)
@@ -375,13 +375,6 @@ class Sm90GemmFamily(FusedGemm):
             and design.consumers == 1
             and design.accumulators + 2 * (columns // 2) <= _MOST_AHEAD
         )
-
-    def predict(self, args: GemmArguments) -> float:
-        return model.predict(args, self.candidate, self.family)
-
-    @classmethod
-    def estimated_by(cls, args: Any) -> Hashable | None:
-        return model.problem_of(args)
 
 
 def _fits_blocks(columns: int) -> bool:

@@ -142,7 +142,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         factor, waits = 1.0, _waits(args.epilogue)
         if self._design.takes_tiles:
             factor = _TAKEN
-        elif waits and told_apart(args.T) >= _MANY_ROWS * args.L:
+        elif waits and _is_estimated_with(_MANY_ROWS, args):
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
@@ -154,7 +154,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         """Whether blocks wait for no cluster, and load what those beside them load, too."""
         design = self._design
         alone = math.prod(design.cluster_shape) == 1 and not design.swap_ab
-        return alone and self._rows_per_tile * args.L <= told_apart(args.T)
+        return alone and _is_estimated_with(self._rows_per_tile, args)
 
 
 def _waits(epilogue: Any) -> bool:
@@ -165,6 +165,11 @@ def _waits(epilogue: Any) -> bool:
 def _has_groups_of(rows: int, args: Any) -> bool:
     """Whether they have so many rows, on average."""
     return bool(rows * args.L <= args.T)
+
+
+def _is_estimated_with(rows: int, args: Any) -> bool:
+    """The same of the rows that estimates know."""
+    return bool(rows * args.L <= told_apart(args.T))
 
 
 @CuTeDSLProvider.register
