@@ -44,6 +44,9 @@ UP = ((8, 28672, 4096), (256, 4096, 7168), (128, 1536, 2048), (32, 5760, 2880), 
 UP = (*UP, (64, 2816, 2048))
 DOWN = ((8, 4096, 14336), (256, 7168, 2048), (128, 2048, 768), (32, 2880, 2880), (128, 4096, 1536))
 DOWN = (*DOWN, (64, 2048, 1408))
+#: Where experts are spread over GPUs, so that one has few.
+OF_FEW = ((1, 28672, 4096), (2, 28672, 4096), (4, 28672, 4096), (1, 4096, 14336), (2, 4096, 14336))
+OF_FEW = (*OF_FEW, (4, 4096, 14336), (4, 4096, 7168), (4, 7168, 2048), (2, 7168, 2048))
 #: What the first matrices are fused with, and rows of the first three layers.
 OF_TRAINING = ("swiglu of halves, prob", "swiglu of halves, prob, preactivation")
 TOKENS_OF_TRAINING = ((32768, 8192), (131072, 32768), (131072, 32768, 8192))
@@ -136,6 +139,8 @@ def problems() -> Iterator[Problem]:
     for down, tokens in ((DOWN[0], (32768,)), (DOWN[1], (131072, 32768))):
         for T in tokens:
             yield routed(T, *down[1:], groups=down[0], fused="scattered")
+    for T in (16384, 4096, 512, 64):
+        yield from (routed(T, *one[1:], groups=one[0]) for one in OF_FEW)
     for T in (131072, 32768, 8192, 2048):
         for scales, of_8_bits in OF_8_BITS.items():
             yield from (routed(T, *one[1:], groups=one[0], scales=scales) for one in of_8_bits)

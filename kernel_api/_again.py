@@ -27,11 +27,12 @@ from kernel_api._launches import (
     run_best,
 )
 from kernel_api._overwritten import teller
+from kernel_api._settings import raw_setting
 from kernel_api.arguments import Arguments
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.offsets import check_is_asked
 from kernel_api.operands import Operand
-from kernel_api.provider import PROVIDERS, raw_setting
+from kernel_api.provider import PROVIDERS
 
 _KEPT = 1024
 _Key = tuple[Hashable, ...]
@@ -148,7 +149,7 @@ class Known:
 
     Args:
         launcher: Of the kernel.
-        made: Shape, element type and device of each output that is made for the call.
+        made: Makers of the outputs that the call does not give.
         numbers: That the launcher takes.
         operands, values: What it takes, in order, of the call's tensors, the outputs that are made
             and the numbers: the place among all of these, and the shape to view it in, if that is
@@ -162,7 +163,7 @@ class Known:
     def __init__(
         self,
         launcher: LauncherInOrder,
-        made: list[tuple[tuple[int, ...], torch.dtype, torch.device]],
+        made: list[Callable[[], Any]],
         numbers: list[float],
         operands: list[_Taken],
         values: list[_Taken],
@@ -176,8 +177,7 @@ class Known:
         """NotImplemented where memory is shared that was not."""
         if self.given is not None and not self.given.are_apart(tensors):
             return NotImplemented
-        outputs = [torch.empty(shape, dtype=kind, device=on) for shape, kind, on in self.made]
-        held = [*tensors, *outputs, *self.numbers]
+        held = [*tensors, *[make() for make in self.made], *self.numbers]
         operands = [held[n] if shape is None else held[n].view(shape) for n, shape in self.operands]
         values = [held[n] if shape is None else held[n].view(shape) for n, shape in self.values]
         self.launcher(operands, tuple(values))

@@ -17,9 +17,11 @@ from torch.autograd import forward_ad
 from kernel_api import _compile_cache, _locks, provider
 from kernel_api._apart import Pair, are_apart, pairs_apart
 from kernel_api._launches import NEVER_NEGATIVE, TENSORS, run_best
+from kernel_api._made import maker
 from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api._score import ScoreFunction
+from kernel_api._settings import raw_setting
 from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
 from kernel_api.arguments._attention_checks import LARGEST, LEAST
 from kernel_api.arguments.attention import (
@@ -33,7 +35,7 @@ from kernel_api.errors import ArgumentError, KernelApiError
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.masks import BlockSparse, Mask, MaskMod
 from kernel_api.operands import MAX_ALIGNMENT, Operand
-from kernel_api.provider import PROVIDERS, raw_setting
+from kernel_api.provider import PROVIDERS
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
@@ -321,14 +323,12 @@ def _remember(
 
 
 def _out_maker(Q: Any, V: Any) -> Callable[[], Any]:
-    return _maker(empty_out(Q, V, device="meta"), Q.device)
+    return maker(empty_out(Q, V, device="meta"), Q.device)
 
 
 def _lse_maker(Q: Any, args: SdpaArguments) -> Callable[[], Any]:
     packed = {"cu_seqlens_q": True} if args.is_packed else {}
-    like = empty_lse(Q, packed)
-    shape, element, device = tuple(like.shape), like.dtype, like.device
-    return lambda: torch.empty(shape, dtype=element, device=device)
+    return maker(empty_lse(Q, packed))
 
 
 # Gradients -------------------------------------------------------------------------------
@@ -400,9 +400,7 @@ def _first_backward(
     launcher = kernel._launcher_in_order(args, artifact), reader_of(tuple(taken))
     given = {name: one for name, one in written.items() if isinstance(one, torch.Tensor)}
     makers = {
-        name: _maker(one, one.device)
-        for name, one in found.items()
-        if one is not None and name not in given
+        name: maker(one) for name, one in found.items() if one is not None and name not in given
     }
     _remember(look, (*launcher, sources, makers), (*given.values(),))
     return found
@@ -431,7 +429,7 @@ def _target(name: str, written: Mapping[str, Any], source: Any) -> Any:
             raise ArgumentError(f"{name} is asked for and {name[1:].lower()} is None")
         if name in GRADIENTS[3:]:
             return torch.empty(source.shape, dtype=source.dtype, device=source.device)
-        return _maker(empty_like(source, source.shape, device="meta"), source.device)()
+        return maker(empty_like(source, source.shape, device="meta"), source.device)()
     return given
 
 
@@ -457,12 +455,6 @@ def _are_same(values: dict[str, Any], taken: dict[str, Any]) -> bool:
         return type(one), one
 
     return all(name in values and look(values[name]) == look(one) for name, one in taken.items())
-
-
-def _maker(like: Any, device: Any) -> Callable[[], Any]:
-    # torch reads plain tuples faster than its own Size.
-    shape, stride, element = tuple(like.shape), like.stride(), like.dtype
-    return lambda: torch.empty_strided(shape, stride, dtype=element, device=device)
 
 
 # Outputs ---------------------------------------------------------------------------------

@@ -30,7 +30,9 @@ from kernel_api._autograd import check_outputs, without_gradient
 from kernel_api._checks import require_data
 from kernel_api._first_kernel import first_kernel
 from kernel_api._forms import FACTORS, Form, out_type
+from kernel_api._made import maker
 from kernel_api._overwritten import teller
+from kernel_api._settings import raw_setting
 from kernel_api.arguments import Arguments, EpilogueArguments
 from kernel_api.arguments.experts import experts
 from kernel_api.arguments.gemm import ProductArguments
@@ -42,7 +44,7 @@ from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.kernel import Kernel, LauncherInOrder
 from kernel_api.offsets import check_is_asked
 from kernel_api.operands import MAX_ALIGNMENT, Operand, becomes_node, traced_by_jit
-from kernel_api.provider import PROVIDERS, raw_setting
+from kernel_api.provider import PROVIDERS
 
 #: What :func:`repeated` returns where nothing is known of such a call.
 NEW = object()
@@ -457,7 +459,7 @@ def _remember(
     places = [name for name, value in passed.items() if type(value) in TENSORS]
     written = {form.option_of(name): operand for name, operand in args.outputs.items()}
     absent = {
-        name: (_maker(tensors[name]), operand.alignment)
+        name: (maker(tensors[name]), operand.alignment)
         for name, operand in written.items()
         if name not in places
     }
@@ -488,12 +490,6 @@ def _in_place(form: Form, args: Arguments) -> tuple[str, ...]:
     """Options that may be ``out`` itself."""
     inputs = {} if args.epilogue is None else args.epilogue.inputs
     return tuple(form.option_of(name) for name, o in inputs.items() if args.takes_in_place(o))
-
-
-def _maker(tensor: Any) -> Callable[[], Any]:
-    # torch reads a plain tuple faster than its own Size.
-    shape, element, device = tuple(tensor.shape), tensor.dtype, tensor.device
-    return lambda: torch.empty(shape, dtype=element, device=device)
 
 
 def _operands(

