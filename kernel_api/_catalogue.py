@@ -24,10 +24,20 @@ from kernel_api.targets import Target
 #: A refusal, and the operands of the kernels that it is of.
 Miss = tuple[Status, OperandsMetadata]
 
+#: What matching looks at of arguments: types and layouts.
+Look = tuple[Any, ...]
+
+#: A rule, and its predicate over arguments alone.
+_Asked = tuple[Rule, Callable[[Any], Any]]
+
 #: Combinations of types, and of these and layouts, of which a family remembers its operands.
 _TYPES_KEPT = 512
 #: Combinations of operands and epilogues whose kernels are remembered, and those that lead.
 _FUSED_KEPT = 512
+
+
+def look_of(args: Arguments) -> Look:
+    return types_of_arguments(args), layouts_of_arguments(args)
 
 
 class Leading(NamedTuple):
@@ -54,7 +64,12 @@ class Catalogue:
         self._fitting: dict[Any, list[OperandsMetadata]] = {}
         self._built: dict[Any, tuple[Kernel, ...]] = {}
         self._leading: dict[Any, list[Leading]] = {}
-        self._asked: dict[OperandsMetadata, list[tuple[Rule, Callable[[Any], Any]]]] = {}
+        self._asked: dict[OperandsMetadata, list[_Asked]] = {}
+        of_operands = [rule for _, rule in family.operand_rules]
+        self._of_all = [
+            (rule, rule.bound(None, None)) for rule in of_operands if not rule.needs_operands
+        ]
+        self._of_each = [rule for rule in of_operands if rule.needs_operands]
         rules = [rule for _, rule in family.design_rules]
         self._keys = [rule.by for rule in rules if rule.by is not None]
 
@@ -83,9 +98,15 @@ class Catalogue:
             found = self._of_types[key] = _of_types(self.operands(args, target), args)
         return found
 
-    def fitting(self, args: Arguments, target: Target | None) -> list[OperandsMetadata]:
-        """The operands of the arguments' types and layouts."""
-        key = (types_of_arguments(args), layouts_of_arguments(args)) if self._declared else None
+    def fitting(
+        self, args: Arguments, target: Target | None, look: Look | None = None
+    ) -> list[OperandsMetadata]:
+        """The operands of the arguments' types and layouts.
+
+        Args:
+            look: Of the arguments, where many families are asked.
+        """
+        key = (look or look_of(args)) if self._declared else None
         found = self._fitting.get(key)
         if found is None:
             why = self.family.why_aligned()
@@ -112,18 +133,22 @@ class Catalogue:
             built = self._built[key] = tuple(self.family.kernels_for(operands, graph))
         return built
 
-    def leading(self, args: Arguments, target: Target | None) -> list[Leading]:
+    def leading(
+        self, args: Arguments, target: Target | None, fitting: Iterable[OperandsMetadata]
+    ) -> list[Leading]:
         """The kernels for a target whose operands fit, without those that rules refuse for what
         these are ``by``; of a declared family. Where it is ``faster_if_aligned``, those of less
         alignment are behind others."""
-        fitting = tuple(one for one in self.fitting(args, target) if self._suit(one, args))
-        asked = tuple(of_arguments(args) for of_arguments in self._keys)
-        key = (fitting, self._graph(args), target, asked)
+        suited: tuple[OperandsMetadata, ...] = ()
+        if _agree(self._of_all, args):
+            suited = tuple([one for one in fitting if self._suit(one, args)])
+        asked = tuple([of_arguments(args) for of_arguments in self._keys])
+        key = (suited, self._graph(args), target, asked)
         found = self._leading.get(key)
         if found is None:
             made = [
                 (operands, kernel)
-                for operands in fitting
+                for operands in suited
                 for kernel in self.kernels(operands, args, target)
                 if target is None or kernel.metadata.runs_on(target)
                 if kernel.may_suit(args)
@@ -134,16 +159,12 @@ class Catalogue:
         return found
 
     def _suit(self, operands: OperandsMetadata, args: Arguments) -> bool:
-        """Whether the rules agree that are the same for all designs."""
+        """Whether the rules agree that are the same for all designs, and not for all operands."""
         asked = self._asked.get(operands)
         if asked is None:
-            rules = (rule for _, rule in self.family.operand_rules)
-            asked = self._asked[operands] = [(rule, rule.bound(None, operands)) for rule in rules]
-        for rule, ask in asked:
-            verdict = ask(args)
-            if verdict is not True and not rule.status_of(verdict):
-                return False
-        return True
+            asked = [(rule, rule.bound(None, operands)) for rule in self._of_each]
+            self._asked[operands] = asked
+        return _agree(asked, args)
 
     def _graph(self, args: Arguments | None) -> Any:
         if args is None or args.epilogue is None or not self.family.fuses:
@@ -162,6 +183,14 @@ class Catalogue:
             made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)
             self._variants[key] = _grouped(self.family, made)
         return self._variants[key]
+
+
+def _agree(asked: Iterable[_Asked], args: Arguments) -> bool:
+    for rule, ask in asked:
+        verdict = ask(args)
+        if verdict is not True and not rule.status_of(verdict):
+            return False
+    return True
 
 
 def _led(

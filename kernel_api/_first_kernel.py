@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from kernel_api import _log, discovery
-from kernel_api._catalogue import Leading
+from kernel_api._catalogue import Leading, Look, look_of
 from kernel_api._checks import require_arguments
 from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments
@@ -95,7 +95,8 @@ def _fastest(
     families: Sequence[type[Kernel]], args: Arguments, target: Target | None
 ) -> Kernel | None:
     """The first in the order of ``get_kernels`` that can."""
-    offered = [_of_operands(family, args, target) for family in families]
+    look = look_of(args)
+    offered = [_of_operands(family, args, target, look) for family in families]
     alike = _alike(families, offered, args)
     known = None if alike is None else _orders.get(alike)
     if known is not None and all(map(operator.is_, known.offered, offered)):
@@ -157,11 +158,15 @@ def _remember(alike: Hashable, order: _Order) -> None:
     _orders[alike] = order
 
 
-def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Sequence[Leading]:
+def _of_operands(
+    family: type[Kernel], args: Arguments, target: Target | None, look: Look
+) -> Sequence[Leading]:
     """Kernels of a family that ask for such operands, see :meth:`Catalogue.leading`."""
-    if not family.class_status(args, target):
+    catalogue = discovery.catalogue_of(family)
+    fitting = catalogue.fitting(args, target, look)
+    if not fitting or not family.class_status(args, target):
         return ()
-    return discovery.catalogue_of(family).leading(args, target)
+    return catalogue.leading(args, target, fitting)
 
 
 def _expected(variant: Leading, number: int, args: Arguments) -> _Expected:

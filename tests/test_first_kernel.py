@@ -10,10 +10,12 @@ from support.strategies import gemm_signatures
 
 import kernel_api as ka
 from kernel_api import _first_kernel, discovery, fusions
+from kernel_api._catalogue import Catalogue
 from kernel_api._first_kernel import first_kernel
 from kernel_api._offer import Offer
 from kernel_api.errors import PluginWarning
 from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.gemm.fusing import FusedGemm
 from kernel_api.providers.cutedsl.gemm.sm90 import Sm90Gemm
 from kernel_api.providers.torch import TorchProvider
 from kernel_api.status import Status
@@ -89,7 +91,9 @@ def pairs(args, cc):
     for family in CuTeDSLProvider.families():
         fits = isinstance(args, family.arguments) and family.class_status(args, target)
         if fits and family.faster_if_aligned:
-            yield from of_less_alignment(discovery.catalogue_of(family).leading(args, target))
+            catalogue = discovery.catalogue_of(family)
+            fitting = catalogue.fitting(args, target)
+            yield from of_less_alignment(catalogue.leading(args, target, fitting))
 
 
 def test_families_that_say_so_are_not_expected_to_be_faster_for_less_alignment():
@@ -117,6 +121,40 @@ def test_few_are_asked(monkeypatch, asked):
     assert len(judged) < 20 and not asked
     monkeypatch.undo()
     assert kernel == listed(product(), "sm_90a")
+
+
+def test_families_for_other_types_are_asked_nothing(monkeypatch, asked):
+    families, status = [], FusedGemm.class_status.__func__
+
+    def class_status(family, *given, **how):
+        families.append(family.family)
+        return status(family, *given, **how)
+
+    monkeypatch.setattr(FusedGemm, "class_status", classmethod(class_status))
+    assert first_kernel(product(M=301), "sm_90a") is not None and not asked
+    assert sorted(families) == ["sm80.gemm", "sm90.gemm", "sm90.gemm_repacked"]
+
+
+def test_a_rule_that_is_over_no_operands_is_asked_once_for_all(monkeypatch, asked):
+    catalogue = Catalogue(Sm90Gemm)
+    rule = Sm90Gemm.operand_rules[0][1]
+    assert not rule.needs_operands
+    answers = [False, True]
+
+    def predicate(args):
+        return answers.pop()
+
+    monkeypatch.setattr(
+        catalogue,
+        "_of_all",
+        [(one, predicate if one is rule else ask) for one, ask in catalogue._of_all],
+    )
+    for leading in (True, False):
+        args = product(M=302 + leading)
+        fitting = catalogue.fitting(args, None)
+        assert len(fitting) > 1
+        assert bool(catalogue.leading(args, None, fitting)) is leading
+    assert not answers
 
 
 def attention(D, D_v=None, S=300):
