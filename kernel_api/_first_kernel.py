@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kernel_api import _log, discovery
 from kernel_api._catalogue import Leading, Look, look_of
@@ -35,6 +35,9 @@ _Expected = tuple[bool, float, int, int, Leading]
 
 _rank = operator.attrgetter("rank")
 
+#: By which arguments carry the key and the answer of the last question.
+_BEFORE = object()
+
 
 @untraced
 def first_kernel(args: Arguments, cc: CcLike = None) -> Kernel | None:
@@ -46,11 +49,15 @@ def first_kernel(args: Arguments, cc: CcLike = None) -> Kernel | None:
     """
     require_arguments(args)
     key, target = discovery.question(args, cc)
+    before = args._accepted.get(_BEFORE)
+    if before is not None and before[0] == key:
+        return cast(Kernel, before[1])
     kernel = None if discovery.is_remembered(key) else _asked_in_order(args, key, target)
     if kernel is None:
         return next(iter(discovery.get_kernels(args, cc=cc)), None)
     if cc is None:
         args._accepted[Offer] = Offer((kernel,), key[0])
+    args._accepted[_BEFORE] = key, kernel
     return kernel
 
 

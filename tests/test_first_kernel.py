@@ -268,6 +268,17 @@ def test_what_is_no_arguments_object_is_refused():
         first_kernel(torch.empty(3))
 
 
+def test_arguments_carry_it(monkeypatch, asked):
+    args, other = product(), product(M=900)
+    first = first_kernel(args, "sm_90a")
+    monkeypatch.setattr(_first_kernel, "_asked_in_order", lambda *given: None)
+    monkeypatch.setattr(discovery, "is_remembered", lambda key: False)
+    assert first_kernel(args, "sm_90a") is first and not asked
+    for more in ((args, 80), (other, "sm_90a")):
+        assert first_kernel(*more) is not None
+        assert asked.pop() is more[0]
+
+
 def test_arguments_carry_that_they_were_offered_it(asked):
     args = product(device="cpu")
     kernel = first_kernel(args)

@@ -248,37 +248,54 @@ def measured_of(*kernels):
     return _lookup._Measured(rows), dict(zip(kernels, rows, strict=True))
 
 
+def expected_of(measured, args, rows, choice=None, device="cuda:0"):
+    before = measured.expected_before(args, device)
+    return before or measured.expected(args, device, rows, choice)
+
+
 def test_what_is_estimated_the_same_is_expected_once(expected):
     kernels = Rounded(16), Rounded(64)
     measured, rows = measured_of(*kernels)
     for M in range(113, 200):
-        found = measured.expected(product(M), rows, None)
+        found = expected_of(measured, product(M), rows)
         assert found is taken(16 * -(-M // 16), dict(zip(kernels, (16.0, 17.0), strict=True)))
     assert len(expected) == len({-(-M // 16) for M in range(113, 200)})
 
 
-def test_other_kernels_and_arguments_are_expected_for_themselves(expected):
-    small, large, choice = Rounded(16), Rounded(64), Rounded(8)
-    measured, rows = measured_of(small, large)
-    for count, (args, of, by) in enumerate(
-        [
-            (product(120), rows, None),
-            (product(120), rows, choice),
-            (product(120), {small: rows[small]}, None),
-            (fusions.gemm_bias_activation(meta(120, 256), meta(512, 256).T, out=meta(120, 512),
-                                          activation="relu"), rows, None),
-        ],
-        1,
-    ):  # fmt: skip
+def test_other_arguments_and_devices_are_expected_for_themselves(expected):
+    measured, rows = measured_of(Rounded(16), Rounded(64))
+    activated = fusions.gemm_bias_activation(
+        meta(120, 256), meta(512, 256).T, out=meta(120, 512), activation="relu"
+    )
+    asked = [(product(120), 0), (product(120), 1), (product(120, N=1024), 0), (activated, 0)]
+    for count, (args, device) in enumerate(asked, 1):
         for _ in range(2):
-            measured.expected(args, of, by)
+            expected_of(measured, args, rows, Rounded(8), device=f"cuda:{device}")
         assert len(expected) == count
+
+
+def test_what_the_choice_of_the_model_is_estimated_by_counts_as_well(expected):
+    coarse, choice = Rounded(16), Rounded(64)
+    coarse.estimated_by = lambda args: 128
+    measured, rows = measured_of(coarse)
+    for M in (113, 128, 129, 140):
+        expected_of(measured, product(M), rows, choice)
+    assert [given[0].M for given in expected] == [113, 129]
+
+
+def test_what_was_expected_is_not_taken_where_it_cannot_be(expected):
+    small, large = Rounded(16), Rounded(64)
+    small.supports = lambda args: args.M != 120
+    measured, rows = measured_of(small, large)
+    assert expected_of(measured, product(113), rows) is small
+    assert expected_of(measured, product(120), {large: rows[large]}) is large
+    assert len(expected) == 2
 
 
 def test_what_depends_on_more_than_is_told_is_expected_every_time(expected):
     measured, rows = measured_of(Rounded(16), Untold(64))
     for _ in range(3):
-        measured.expected(product(120), rows, None)
+        expected_of(measured, product(120), rows)
     assert len(expected) == 3
 
 
@@ -286,7 +303,7 @@ def test_few_are_kept(expected, monkeypatch):
     monkeypatch.setattr(_lookup, "_PROBLEMS_KEPT", 2)
     measured, rows = measured_of(Rounded(16))
     for M in range(16, 160, 16):
-        measured.expected(product(M), rows, None)
+        expected_of(measured, product(M), rows)
         assert len(measured._expected) <= 2
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernel_api import _locks, _log, provider
 from kernel_api._checks import require_arguments
 from kernel_api._disk_cache import SETTINGS
+from kernel_api._estimated_sizes import told_apart
 from kernel_api._first_kernel import first_kernel
 from kernel_api.arguments import Arguments
 from kernel_api.devices import target_of, torch_device
@@ -111,10 +112,13 @@ def _of_nearby(store: Store, problem: Problem, args: Arguments, device: Any) -> 
     nearest = nearest_on(store, problem)
     if nearest is None:
         return None
+    expected = nearest.expected_before(args, device)
+    if expected is not None:
+        return expected
     kernels = ((nearest.kernel(row, args), row) for row in nearest.passed)
     found = ((kernel, row) for kernel, row in kernels if kernel is not None)
     taken = dict(islice(found, FASTEST))
-    return nearest.expected(args, taken, _choice(args, device)) if taken else None
+    return nearest.expected(args, device, taken, _choice(args, device)) if taken else None
 
 
 def nearest_on(store: Store, problem: Problem) -> _Measured | None:
@@ -136,24 +140,32 @@ class _Measured:
         self.rows = rows
         self.passed = [row for row in rows if row.passed]
         self._kernels: dict[str, Kernel | None] = {}
-        self._expected: dict[Hashable, Kernel] = {}
+        self._expected: dict[Hashable, _Expected] = {}
 
     def expected(
-        self, args: Arguments, taken: dict[Kernel, Measurement], choice: Kernel | None
+        self,
+        args: Arguments,
+        device: Any,
+        taken: dict[Kernel, Measurement],
+        choice: Kernel | None,
     ) -> Kernel:
-        """See :func:`expected_fastest`; looked up for arguments of which all estimates are those of
-        earlier ones."""
+        """See :func:`expected_fastest`."""
+        found = expected_fastest(args, self.rows, taken, choice)
         kernels = [*taken] if choice is None else [*taken, choice]
-        by = tuple([kernel.estimated_by(args) for kernel in kernels])
-        if None in by:
-            return expected_fastest(args, self.rows, taken, choice)
-        key = args.device, args.signature, *kernels, by
-        found = self._expected.get(key)
-        if found is None:
+        by = _estimates(kernels, args)
+        if None not in by:
             if len(self._expected) >= _PROBLEMS_KEPT:
                 self._expected.clear()
-            found = self._expected[key] = expected_fastest(args, self.rows, taken, choice)
+            self._expected[_alike(args, device)] = _Expected(found, kernels, by)
         return found
+
+    def expected_before(self, args: Arguments, device: Any) -> Kernel | None:
+        """The same of the last arguments that are like these, if all estimates are the same and it
+        takes these, too. No other kernel is asked whether it does."""
+        before = self._expected.get(_alike(args, device))
+        if before is None or before.by != _estimates(before.kernels, args):
+            return None
+        return before.kernel if before.kernel.supports(args) else None
 
     def kernel(self, row: Measurement, args: Arguments) -> Kernel | None:
         """Of a row, if it takes the arguments."""
@@ -161,6 +173,23 @@ class _Measured:
             self._kernels[row.kernel.digest] = _rebuilt(row)
         kernel = self._kernels[row.kernel.digest]
         return kernel if kernel is not None and kernel.supports(args) else None
+
+
+class _Expected(NamedTuple):
+    """A kernel that was expected to be fastest of some, and what estimates of these are by."""
+
+    kernel: Kernel
+    kernels: list[Kernel]
+    by: tuple[Hashable, ...]
+
+
+def _alike(args: Arguments, device: Any) -> Hashable:
+    """What arguments have in common whose sizes are nearly the same."""
+    return device, args.device, args.signature, *map(told_apart, args.sizes.values())
+
+
+def _estimates(kernels: Iterable[Kernel], args: Arguments) -> tuple[Hashable, ...]:
+    return tuple([kernel.estimated_by(args) for kernel in kernels])
 
 
 #: With the stamps that rows had when they were read.

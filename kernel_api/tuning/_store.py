@@ -127,7 +127,7 @@ class Store(RowFiles):
         return (*times, unsettled, beneath)
 
     def _changed(self, folder: Path) -> int:
-        """When names in a folder last changed, in nanoseconds of the epoch; 0 without one."""
+        """See :func:`_changed`."""
         return _changed(os.path.join(self.folder, folder))
 
     def find(self, problem: Problem, kernel: Kernel) -> Measurement | None:
@@ -161,7 +161,8 @@ class Store(RowFiles):
         known = _problems.get(place)
         if known is None or known[0] != changed:
             folder = Path(self.environment.digest, likeness)
-            found = [self._problem_in(folder / name) for name in self._names(folder)]
+            names = self._names(folder) if changed else ()  # most have nothing there
+            found = [self._problem_in(folder / name) for name in names]
             known = changed, frozenset(filter(None, found))
             if None not in found and 0 < changed < time.time_ns() - _TICK_NS:
                 _problems[place] = known
@@ -234,10 +235,14 @@ class Store(RowFiles):
 
 
 def _changed(place: str) -> int:
+    """When names in a folder last changed, in nanoseconds of the epoch; 0 without one, and less
+    where that cannot be told, as within a table."""
     try:
         return os.stat(place).st_mtime_ns
-    except OSError:
+    except FileNotFoundError:
         return 0
+    except OSError:
+        return -1
 
 
 def _problem_of(row: RowText) -> Problem | None:
