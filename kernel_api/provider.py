@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kernel_api import _locks, _log
 from kernel_api._numbers import are_names, whole_number
+from kernel_api._settings import raw_setting
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
 from kernel_api.targets import is_compute_capability
@@ -258,12 +259,13 @@ def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type
     """
     _scan()
     if chosen is None:
-        return list(_by_default(os.environ.get(_NAMES), generation()))
+        return list(_by_default(raw_setting(PROVIDERS), generation()))
     return _chosen(chosen)
 
 
 @functools.lru_cache(maxsize=16)
-def _by_default(named: str | None, valid_for: int) -> list[type[Provider]]:
+def _by_default(setting: bytes | None, valid_for: int) -> list[type[Provider]]:
+    named = os.fsdecode(setting or b"")
     names = [n.strip() for n in named.split(",") if n.strip()] if named else None
     if names == []:
         raise ArgumentError(
