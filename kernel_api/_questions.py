@@ -31,15 +31,16 @@ class Questions:
         any_epilogue: bool = False,
     ) -> None:
         is_open = _is_open(metadata, any_epilogue)
+        known = metadata.design, metadata.operands, metadata.epilogue
         self._open: list[tuple[int, Rule, Callable[[Any], Any]]] = []
         self._refusal: Status | None = None
         for place, rule in rules:
-            bind = _over_their_graph if is_open and rule.needs_graph else _over_arguments
-            holds = bind(rule, metadata)
-            if rule.needs_args or bind is _over_their_graph:
-                self._open.append((place, rule, holds))
-            elif not (status := rule.status_of(holds(None))):
-                self._refusal = status.at(BEFORE_RULES + place)
+            if is_open and rule.needs_graph:
+                self._open.append((place, rule, _over_their_graph(rule, metadata)))
+            elif rule.needs_args:
+                self._open.append((place, rule, rule.bound(*known)))
+            elif not rule.agrees(*known):
+                self._refusal = rule.status_of(rule.bound(*known)(None)).at(BEFORE_RULES + place)
                 break
 
     def refusal(self, args: Any) -> Status | None:
@@ -67,10 +68,6 @@ def agree_by(
 def _is_open(metadata: KernelMetadata, any_epilogue: bool) -> bool:
     """Whether the graph is that of the arguments."""
     return any_epilogue or isinstance(metadata.epilogue, str)
-
-
-def _over_arguments(rule: Rule, metadata: KernelMetadata) -> Callable[[Any], Any]:
-    return rule.bound(metadata.design, metadata.operands, metadata.epilogue)
 
 
 def _over_their_graph(rule: Rule, metadata: KernelMetadata) -> Callable[[Any], Any]:

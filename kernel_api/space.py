@@ -95,22 +95,10 @@ class Rule:
         self._predicate = predicate
         self._names = tuple(taken)
         self._places = [_RULE_PARAMETERS.index(name) for name in self._names]
-
-    @property
-    def needs_args(self) -> bool:
-        return "args" in self._names
-
-    @property
-    def needs_graph(self) -> bool:
-        return "graph" in self._names
-
-    @property
-    def needs_design(self) -> bool:
-        return "design" in self._names
-
-    @property
-    def needs_operands(self) -> bool:
-        return "operands" in self._names
+        self.needs_args = "args" in taken
+        self.needs_graph = "graph" in taken
+        self.needs_design = "design" in taken
+        self.needs_operands = "operands" in taken
 
     def allows(self, design: Any) -> bool:
         """Whether a rule of designs alone agrees; one that raises does not say no."""

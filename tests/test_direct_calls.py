@@ -29,9 +29,16 @@ def aligned_empty(*shape, dtype=torch.float32, **how):
     return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
+def aligned_strided(shape, stride, **how):
+    found = aligned_empty(tuple(shape), **how)
+    assert found.stride() == stride
+    return found
+
+
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
     monkeypatch.setattr(torch, "empty", aligned_empty)
+    monkeypatch.setattr(torch, "empty_strided", aligned_strided)
     _launches._launches.clear()
     _launches._chosen.clear()
 
@@ -344,13 +351,12 @@ def test_what_cannot_be_looked_at_is_refused_as_ever():
 
 
 def test_outputs_that_happen_to_be_allocated_less_aligned_are_looked_at(made, monkeypatch):
-    a, b = matrix(M, K), matrix(K, N)
+    a, b, allocated = matrix(M, K), matrix(K, N), [aligned_strided]
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **how: allocated[-1](*args, **how))
     for _ in range(2):
         ka.ops.gemm_amax(a, b)
     assert len(made) == 1
-    monkeypatch.setattr(
-        torch, "empty", lambda *s, **h: nan(1 + torch.Size(*s).numel())[1:].view(*s)
-    )
+    allocated.append(lambda shape, *_, **how: nan(1 + torch.Size(shape).numel())[1:].view(shape))
     found = ka.ops.gemm_amax(a, b)
     close(found.out, a @ b)
     assert len(made) == 2
