@@ -35,6 +35,9 @@ _WGMMA_K = 16
 _BLOCK, _BEGIN, _ROUND = 1600, 1, 600
 _WAVES = 2  # of blocks, at most, that parts are made for
 
+#: Blocks of keys of a part from which on the next one is asked for: of few it takes longer.
+_MANY_KEYS = 8
+
 
 class Exchange(NamedTuple):
     """What the groups tell each other through, in shared memory.
@@ -69,6 +72,10 @@ class SdpaLatent(SdpaDecode):
     the next; P is in registers for its own product, and in shared memory for the other's. The first
     group adds the values of a block that is there already before it waits for its own next one; the
     second one, whose next block comes later, forms scores first.
+
+    A part of a block comes later than it is waited for, as both groups leave its place late. Where
+    several tiles read the same keys, and so wait for L2, the first of them has the next block on
+    its way there; a tile that is alone with its keys waits for device memory, and gains nothing.
 
     Parts of a tile are 128 KB each, so a kernel behind adds them up, however few their rows are.
     """
@@ -212,6 +219,8 @@ class SdpaLatent(SdpaDecode):
         first_key, batch = self._first_key(sequence), self._batch_of_keys(place)
         tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head, first_key)
         pages, pieces = self._no_pages(), self.tile_n // self.rows_at_once
+        asks = (place.query == 0) & (blocks.end - blocks.begin >= _MANY_KEYS)
+        asks &= sequence.queries * mQ.shape[2] > self.tile_m * mK.shape[2]  # rows of a head of keys
         for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
             block = blocks.end - 1 - i
             pages = self._pages_of(pages, block, place.batch, sequence, values)
@@ -226,6 +235,9 @@ class SdpaLatent(SdpaDecode):
                             tKsK[None, piece, slab, k_state.index],
                             tma_bar_ptr=one.producer_get_barrier(k_state),
                         )
+            if asks & (block > blocks.begin):
+                pages = self._pages_of(pages, block - 1, place.batch, sequence, values)
+                self._ask_for_block(tma_k, tKgK, tKsK, block - 1, pages, batch)
             k_state.advance()
         return q_state, k_state, v_state
 
