@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from kernel_api import _log, discovery
 from kernel_api._catalogue import Leading, Look, look_of
@@ -49,16 +49,23 @@ def first_kernel(args: Arguments, cc: CcLike = None) -> Kernel | None:
     """
     require_arguments(args)
     key, target = discovery.question(args, cc)
-    before = args._accepted.get(_BEFORE)
-    if before is not None and before[0] == key:
-        return cast(Kernel, before[1])
-    kernel = None if discovery.is_remembered(key) else _asked_in_order(args, key, target)
+    kernel = _found_before(args, key)
+    if kernel is None and not discovery.is_remembered(key):
+        kernel = _asked_in_order(args, key, target)
     if kernel is None:
         return next(iter(discovery.get_kernels(args, cc=cc)), None)
-    if cc is None:
-        args._accepted[Offer] = Offer((kernel,), key[0])
     args._accepted[_BEFORE] = key, kernel
+    if cc is None:
+        offer = args._accepted.get(Offer)
+        if offer is None or not offer.holds(kernel):
+            args._accepted[Offer] = Offer((kernel,), key[0])
     return kernel
+
+
+def _found_before(args: Arguments, key: tuple[Any, ...]) -> Kernel | None:
+    """The answer to the last question about the arguments, if that was the same."""
+    question, kernel = args._accepted.get(_BEFORE, (None, None))
+    return kernel if question == key else None
 
 
 def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None) -> Kernel | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernel_api._numbers import whole_number
-from kernel_api._settings import raw_setting
+from kernel_api._settings import setting
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
@@ -98,7 +98,7 @@ def check_offsets(offsets: Any, T: int) -> None:
 
 def check_is_asked() -> bool:
     """By the environment; ArgumentError if that says something else."""
-    asked = raw_setting(_RAW) or b""
+    asked = setting(_RAW) or b""
     if asked not in (b"", b"0", b"1"):
         said = os.fsdecode(asked)
         raise ArgumentError(f"{VARIABLE} is {said!r}; expected 1, or 0 for no checks")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kernel_api import _locks, _log
 from kernel_api._numbers import are_names, whole_number
-from kernel_api._settings import raw_setting
+from kernel_api._settings import setting
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
 from kernel_api.targets import is_compute_capability
@@ -259,7 +259,7 @@ def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type
     """
     _scan()
     if chosen is None:
-        return list(_by_default(raw_setting(PROVIDERS), generation()))
+        return list(_by_default(setting(PROVIDERS), generation()))
     return _chosen(chosen)
 
 

@@ -1,5 +1,8 @@
 """One kernel for arguments is the first of all that can, and few others are asked for it."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -277,6 +280,35 @@ def test_arguments_carry_it(monkeypatch, asked):
     for more in ((args, 80), (other, "sm_90a")):
         assert first_kernel(*more) is not None
         assert asked.pop() is more[0]
+
+
+def test_copies_of_arguments_carry_nothing(registry, asked):
+    registry.provider()  # of no module
+    args = ka.GemmArguments(*(torch.ones(8, 8) for _ in range(3)))
+    assert first_kernel(args) is not None
+    for copied in (pickle.loads(pickle.dumps(args)), copy.copy(args), copy.deepcopy(args)):
+        assert not copied._accepted and copied.sizes == args.sizes
+        assert first_kernel(copied) == first_kernel(args)
+
+
+def test_what_arguments_carry_is_offered_again(asked):
+    args = ka.GemmArguments(*(torch.ones(8, 8) for _ in range(3)))
+    kernel = first_kernel(args)
+    for offer in (None, Offer((), -1)):
+        args._accepted[Offer] = offer
+        assert first_kernel(args) is kernel and args._accepted[Offer].holds(kernel)
+
+
+@pytest.mark.parametrize("rows", [512, 1024])
+def test_sums_over_groups_are_estimated_by_what_is_told(rows, asked):
+    """Of numbers of rows that are nearly the same, the first of which is less than a limit."""
+    for less in (15, 8, 1, 0):
+        T = 2 * rows - less
+        A, B = (torch.empty(T, n, dtype=torch.bfloat16, device="meta") for n in (4096, 2048))
+        out, offsets = A.new_empty(2, 4096, 2048), torch.empty(2, dtype=torch.int32, device="meta")
+        args = ka.GroupedGemmArguments(A.T, B, out, offsets)
+        discovery._surveys.clear()
+        assert first_kernel(args, "sm_90a") == listed(args, "sm_90a")
 
 
 def test_arguments_carry_that_they_were_offered_it(asked):

@@ -145,3 +145,16 @@ def test_kernels_of_a_row_are_made_once_for_arguments_that_they_take(store, kern
     monkeypatch.setattr(KernelIdentity, "rebuild", None)
     assert found.kernel(row, arguments(310)) is made
     assert found.kernel(row, arguments(310, dtype=torch.float64)) is None
+
+
+def test_a_folder_as_old_as_the_epoch_is_one(store):
+    folder = store.folder / ENVIRONMENT.digest / problem().likeness
+    os.utime(folder, ns=(0, 0))
+    assert nearest(store, problem(300)) == problem(320)
+
+
+def test_a_table_that_is_replaced_is_read_as_it_was(tmp_path, kernel):
+    write([Row(ENVIRONMENT, measured(kernel, problem(320), 1.0))], tmp_path / "tables")
+    table = Table.of(ENVIRONMENT, tmp_path / "tables")
+    shutil.rmtree(tmp_path / "tables")
+    assert nearest(table, problem(300)) == problem(320)

@@ -84,6 +84,12 @@ class Arguments:
         if "__init__" in cls.__dict__:  # or torch's compiler would watch what is remembered there
             cls.__init__ = untraced(cls.__init__)  # type: ignore[method-assign]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of arguments, without what this process has found out about them."""
+        found: Any = super().__reduce_ex__(protocol)
+        make, given, (fields, slots), *others = found
+        return make, given, (fields, {**slots, "_accepted": {}}), *others
+
     @property
     def tensors(self) -> tuple[Any, ...]:
         """The torch tensors in the order of the fields."""

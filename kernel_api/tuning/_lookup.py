@@ -40,7 +40,8 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
     alike in all but sizes, none of which is more than twice or less than half of its own (see
     :meth:`Problem.near`). Of the three that were fastest there, and what the performance model
     would choose, the one is taken that the model, corrected by what was measured there, expects to
-    be fastest; where they have no model, the fastest there.
+    be fastest; where they have no model, the fastest there. Of sizes that are nearly the same, and
+    estimated so, the first decides, as far as the others can be computed so.
 
     It takes the arguments. None where nothing was measured in this environment, with these versions
     and sources, by the usual policy (:meth:`Policy.usual`): neither here nor before the library was

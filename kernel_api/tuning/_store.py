@@ -130,6 +130,10 @@ class Store(RowFiles):
         """See :func:`_changed`."""
         return _changed(os.path.join(self.folder, folder))
 
+    def _place_changed(self, place: str) -> int:
+        """The same of a folder of problems that are alike."""
+        return _changed(place)
+
     def find(self, problem: Problem, kernel: Kernel) -> Measurement | None:
         """What is known of a kernel, with its present sources, on a problem."""
         try:
@@ -157,7 +161,7 @@ class Store(RowFiles):
     def _problems_like(self, likeness: str) -> frozenset[Problem]:
         """Those that rows are of; ours are read again where a problem has come or gone."""
         place = os.path.join(self._place, likeness)
-        changed = _changed(place)
+        changed = self._place_changed(place)
         known = _problems.get(place)
         if known is None or known[0] != changed:
             folder = Path(self.environment.digest, likeness)
@@ -235,11 +239,11 @@ class Store(RowFiles):
 
 
 def _changed(place: str) -> int:
-    """When names in a folder last changed, in nanoseconds of the epoch; 0 without one, and less
-    where that cannot be told, as within a table."""
+    """When names in a folder last changed, in nanoseconds of the epoch, at least 1; 0 without one,
+    and less where that cannot be told."""
     try:
-        return os.stat(place).st_mtime_ns
-    except FileNotFoundError:
+        return max(os.stat(place).st_mtime_ns, 1)
+    except (FileNotFoundError, NotADirectoryError):
         return 0
     except OSError:
         return -1

@@ -85,6 +85,9 @@ class Table(Store):
     def _changed(self, folder: Path) -> int:
         return 0
 
+    def _place_changed(self, place: str) -> int:
+        return -1  # it is no folder
+
     def _problems_like(self, likeness: str) -> frozenset[Problem]:
         found = self._known.get(likeness)
         if found is None:

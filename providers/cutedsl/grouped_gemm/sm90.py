@@ -170,13 +170,8 @@ def _waits(epilogue: Any) -> bool:
     return epilogue is not None and reads_matrix(epilogue.graph)
 
 
-def _has_groups_of(rows: int, args: Any) -> bool:
-    """Whether they have so many rows, on average."""
-    return bool(rows * args.L <= args.T)
-
-
 def _is_estimated_with(rows: int, args: Any) -> bool:
-    """The same of the rows that estimates know."""
+    """Whether groups have so many rows, on average, as far as estimates know."""
     return bool(rows * args.L <= told_apart(args.T))
 
 
@@ -325,15 +320,15 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
         if self._design.takes_tiles and self._gains_by_taking(args):
             factor *= _TAKEN
         square = tile_m * cluster_m == tile_n * cluster_n
-        if square and args.epilogue is None and _has_groups_of(_MANY_ROWS, args):
+        if square and args.epilogue is None and _is_estimated_with(_MANY_ROWS, args):
             factor *= _SQUARE
         return factor
 
     def _gains_by_taking(self, args: Any) -> bool:
         """Whether clusters that take their tiles are faster than those that have a share."""
         if args.epilogue is not None:
-            return not _has_groups_of(_MANY_ROWS, args)
-        return _has_groups_of(_LARGE_ROWS, args)
+            return not _is_estimated_with(_MANY_ROWS, args)
+        return _is_estimated_with(_LARGE_ROWS, args)
 
     def _implementation(
         self,
