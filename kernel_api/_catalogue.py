@@ -98,15 +98,9 @@ class Catalogue:
             found = self._of_types[key] = _of_types(self.operands(args, target), args)
         return found
 
-    def fitting(
-        self, args: Arguments, target: Target | None, look: Look | None = None
-    ) -> list[OperandsMetadata]:
-        """The operands of the arguments' types and layouts.
-
-        Args:
-            look: Of the arguments, where many families are asked.
-        """
-        key = (look or look_of(args)) if self._declared else None
+    def fitting(self, args: Arguments, target: Target | None, look: Look) -> list[OperandsMetadata]:
+        """The operands of the arguments' types and layouts, which are their look."""
+        key = look if self._declared else None
         found = self._fitting.get(key)
         if found is None:
             why = self.family.why_aligned()

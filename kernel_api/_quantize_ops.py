@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
+from kernel_api._lazy import module
 from kernel_api.arguments import ElementwiseArguments, EpilogueArguments, ScaledOperand, ScaleMode
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
@@ -112,7 +113,7 @@ def quantize(
 
 
 def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
-    from kernel_api import _again
+    _again = module("_again")
 
     def make() -> tuple[Any, Any]:
         found = Quantized(quantized_like(x, None, out_dtype), scales_of("tensor", x), "tensor")
@@ -190,7 +191,7 @@ def run(x: Any, found: Quantized, is_read: bool, into: Sequence[str]) -> None:
         is_read: Whether the scale is, in place of being written.
         into: Names of what is written that was not made for this call.
     """
-    from kernel_api import _again
+    _again = module("_again")
 
     if found.mode == "tensor" and not is_read:
         _run_in_three(x, found)
@@ -217,7 +218,7 @@ def look_of_quantized(
     """What a call looks like, see :func:`kernel_api._again.look`; read: tensors beside a scale."""
     import torch
 
-    from kernel_api import _again
+    _again = module("_again")
 
     scale, given = found.scale, dict(read)
     if not isinstance(found.out, torch.Tensor):

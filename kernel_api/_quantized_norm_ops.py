@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kernel_api import fusions
+from kernel_api._lazy import module
 from kernel_api._quantize_ops import (
     Quantized,
     checked_mode,
@@ -140,7 +141,7 @@ def run(name: str, x: Any, beside: Beside, eps: Any, found: Quantized, into: Seq
     Args:
         into: Of ``out`` and ``scale``, what is written that was not made for this call.
     """
-    from kernel_api import _again
+    _again = module("_again")
 
     key, (rows, given, one) = None, _as_launched(x, beside, found)
     into = (*into, "residual_out") if "residual_out" in given else into

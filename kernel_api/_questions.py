@@ -31,16 +31,20 @@ class Questions:
         any_epilogue: bool = False,
     ) -> None:
         is_open = _is_open(metadata, any_epilogue)
-        known = metadata.design, metadata.operands, metadata.epilogue
+        known = {
+            "design": metadata.design,
+            "operands": metadata.operands,
+            "graph": metadata.epilogue,
+        }
         self._open: list[tuple[int, Rule, Callable[[Any], Any]]] = []
         self._refusal: Status | None = None
         for place, rule in rules:
             if is_open and rule.needs_graph:
                 self._open.append((place, rule, _over_their_graph(rule, metadata)))
             elif rule.needs_args:
-                self._open.append((place, rule, rule.bound(*known)))
-            elif not rule.agrees(*known):
-                self._refusal = rule.status_of(rule.bound(*known)(None)).at(BEFORE_RULES + place)
+                self._open.append((place, rule, rule.bound(**known)))
+            elif not rule.agrees(**known):
+                self._refusal = rule.check(**known).at(BEFORE_RULES + place)
                 break
 
     def refusal(self, args: Any) -> Status | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from kernel_api._lazy import module
 from kernel_api._numbers import whole_number
 from kernel_api.arguments.grouping import GroupRowsArguments
 from kernel_api.arguments.indexed import (
@@ -83,7 +84,7 @@ def groups_of(
 
 
 def _group(index: Any, weight: Any, found: GroupedRows) -> None:
-    from kernel_api import _again
+    _again = module("_again")
 
     key = _again.look((index, weight), "group_rows", found.offsets.shape)
     operands = (index, *found[:3])
@@ -205,7 +206,7 @@ def run(
     kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, out: Any, is_fresh: bool
 ) -> None:
     """The best kernel, or what is known of such calls; is_fresh: out was made for this one."""
-    from kernel_api import _again
+    _again = module("_again")
 
     given, values = (x, row_index, weight), (row_index,) if weight is None else (row_index, weight)
     if is_fresh:

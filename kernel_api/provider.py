@@ -264,8 +264,8 @@ def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type
 
 
 @functools.lru_cache(maxsize=16)
-def _by_default(setting: bytes | None, valid_for: int) -> list[type[Provider]]:
-    named = os.fsdecode(setting or b"")
+def _by_default(said: bytes | None, valid_for: int) -> list[type[Provider]]:
+    named = os.fsdecode(said or b"")
     names = [n.strip() for n in named.split(",") if n.strip()] if named else None
     if names == []:
         raise ArgumentError(

@@ -13,7 +13,7 @@ from support.strategies import gemm_signatures
 
 import kernel_api as ka
 from kernel_api import _first_kernel, discovery, fusions
-from kernel_api._catalogue import Catalogue
+from kernel_api._catalogue import Catalogue, look_of
 from kernel_api._first_kernel import first_kernel
 from kernel_api._offer import Offer
 from kernel_api.errors import PluginWarning
@@ -95,7 +95,7 @@ def pairs(args, cc):
         fits = isinstance(args, family.arguments) and family.class_status(args, target)
         if fits and family.faster_if_aligned:
             catalogue = discovery.catalogue_of(family)
-            fitting = catalogue.fitting(args, target)
+            fitting = catalogue.fitting(args, target, look_of(args))
             yield from of_less_alignment(catalogue.leading(args, target, fitting))
 
 
@@ -154,7 +154,7 @@ def test_a_rule_that_is_over_no_operands_is_asked_once_for_all(monkeypatch, aske
     )
     for leading in (True, False):
         args = product(M=302 + leading)
-        fitting = catalogue.fitting(args, None)
+        fitting = catalogue.fitting(args, None, look_of(args))
         assert len(fitting) > 1
         assert bool(catalogue.leading(args, None, fitting)) is leading
     assert not answers

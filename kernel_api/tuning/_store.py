@@ -118,7 +118,8 @@ class Store(RowFiles):
         What :meth:`near` leads to has stamps of its own.
         """
         folder = self._folder_of(problem)
-        times = [self._changed(folder), self._changed(folder.parent)]
+        places = (os.path.join(self.folder, one) for one in (folder, folder.parent))
+        times = [*map(self._changed, places)]
         # A clock ticks; a folder may change twice at one tick. Before that is over, no two stamps
         # are the same.
         now = time.time_ns()
@@ -126,13 +127,15 @@ class Store(RowFiles):
         beneath = None if self.beneath is None else self.beneath.stamp(problem)
         return (*times, unsettled, beneath)
 
-    def _changed(self, folder: Path) -> int:
-        """See :func:`_changed`."""
-        return _changed(os.path.join(self.folder, folder))
-
-    def _place_changed(self, place: str) -> int:
-        """The same of a folder of problems that are alike."""
-        return _changed(place)
+    def _changed(self, place: str) -> int:
+        """When names in a folder last changed, in nanoseconds of the epoch, at least 1; 0 without
+        one, and less where that cannot be told."""
+        try:
+            return max(os.stat(place).st_mtime_ns, 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        except OSError:
+            return -1
 
     def find(self, problem: Problem, kernel: Kernel) -> Measurement | None:
         """What is known of a kernel, with its present sources, on a problem."""
@@ -161,7 +164,7 @@ class Store(RowFiles):
     def _problems_like(self, likeness: str) -> frozenset[Problem]:
         """Those that rows are of; ours are read again where a problem has come or gone."""
         place = os.path.join(self._place, likeness)
-        changed = self._place_changed(place)
+        changed = self._changed(place)
         known = _problems.get(place)
         if known is None or known[0] != changed:
             folder = Path(self.environment.digest, likeness)
@@ -236,17 +239,6 @@ class Store(RowFiles):
 
     def _folder_of(self, problem: Problem) -> Path:
         return Path(self.environment.digest, problem.likeness, problem.digest)
-
-
-def _changed(place: str) -> int:
-    """When names in a folder last changed, in nanoseconds of the epoch, at least 1; 0 without one,
-    and less where that cannot be told."""
-    try:
-        return max(os.stat(place).st_mtime_ns, 1)
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    except OSError:
-        return -1
 
 
 def _problem_of(row: RowText) -> Problem | None:

@@ -82,11 +82,8 @@ class Table(Store):
             raise FileNotFoundError(f"{self.folder} has nothing at {place}")
         return found.encode()
 
-    def _changed(self, folder: Path) -> int:
-        return 0
-
-    def _place_changed(self, place: str) -> int:
-        return -1  # it is no folder
+    def _changed(self, place: str) -> int:
+        return -1  # it is a file, which is read once
 
     def _problems_like(self, likeness: str) -> frozenset[Problem]:
         found = self._known.get(likeness)

@@ -145,7 +145,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         factor, waits = 1.0, _waits(args.epilogue)
         if self._design.takes_tiles:
             factor = _TAKEN
-        elif waits and _is_estimated_with(_MANY_ROWS, args):
+        elif waits and _has_groups_of(_MANY_ROWS, args):
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
@@ -155,14 +155,14 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def _alone(self, args: Any, waits: bool) -> float:
         """Of blocks that take tiles and are in no cluster."""
-        few = self._design.tile_shape[:2] == _WIDE and not _is_estimated_with(_FEW_ROWS, args)
+        few = self._design.tile_shape[:2] == _WIDE and not _has_groups_of(_FEW_ROWS, args)
         return _ALONE_IN_FEW if few and not waits else _ALONE
 
     def _is_alone(self, args: Any) -> bool:
         """Whether blocks wait for no cluster, and load what those beside them load, too."""
         design = self._design
         alone = math.prod(design.cluster_shape) == 1 and not design.swap_ab
-        return alone and _is_estimated_with(self._rows_per_tile, args)
+        return alone and _has_groups_of(self._rows_per_tile, args)
 
 
 def _waits(epilogue: Any) -> bool:
@@ -170,7 +170,7 @@ def _waits(epilogue: Any) -> bool:
     return epilogue is not None and reads_matrix(epilogue.graph)
 
 
-def _is_estimated_with(rows: int, args: Any) -> bool:
+def _has_groups_of(rows: int, args: Any) -> bool:
     """Whether groups have so many rows, on average, as far as estimates know."""
     return bool(rows * args.L <= told_apart(args.T))
 
@@ -320,15 +320,15 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
         if self._design.takes_tiles and self._gains_by_taking(args):
             factor *= _TAKEN
         square = tile_m * cluster_m == tile_n * cluster_n
-        if square and args.epilogue is None and _is_estimated_with(_MANY_ROWS, args):
+        if square and args.epilogue is None and _has_groups_of(_MANY_ROWS, args):
             factor *= _SQUARE
         return factor
 
     def _gains_by_taking(self, args: Any) -> bool:
         """Whether clusters that take their tiles are faster than those that have a share."""
         if args.epilogue is not None:
-            return not _is_estimated_with(_MANY_ROWS, args)
-        return _is_estimated_with(_LARGE_ROWS, args)
+            return not _has_groups_of(_MANY_ROWS, args)
+        return _has_groups_of(_LARGE_ROWS, args)
 
     def _implementation(
         self,
