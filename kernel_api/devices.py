@@ -25,12 +25,32 @@ def device_target(index: int) -> Target:
     return Target(major, minor)
 
 
+#: Of the environment: how many multiprocessors kernels take at most.
+_LIMIT = "KERNEL_API_MULTIPROCESSORS"
+
+
 @lru_cache(maxsize=64)
 def sm_count(index: int) -> int:
-    """Streaming multiprocessors of one CUDA device."""
+    """Streaming multiprocessors of one CUDA device that kernels take: all, or as many as
+    ``KERNEL_API_MULTIPROCESSORS`` says where others have some, such as communication."""
     import torch
 
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+    count = int(torch.cuda.get_device_properties(index).multi_processor_count)
+    return min(count, most_multiprocessors() or count)
+
+
+@lru_cache(maxsize=1)
+def most_multiprocessors() -> int | None:
+    """What ``KERNEL_API_MULTIPROCESSORS`` says, read once; None if it says nothing."""
+    given = os.environ.get(_LIMIT, "")
+    if not given:
+        return None
+    if not (given.isascii() and given.isdecimal() and int(given)):
+        raise ArgumentError(
+            f"{_LIMIT} is {given!r}; expected how many multiprocessors kernels take at most: set "
+            f"it to such as 112, or to nothing"
+        )
+    return int(given)
 
 
 @lru_cache(maxsize=64)
@@ -46,9 +66,10 @@ _ASSUMED_MULTIPROCESSORS = 132
 
 
 def multiprocessors_of(device: Any) -> int:
-    """Streaming multiprocessors of a tensor's device; without a GPU, those of an H200."""
+    """What kernels take of the streaming multiprocessors of a tensor's device, see
+    :func:`sm_count`; without a GPU, of an H200's."""
     if device.type != "cuda" or not cuda_available():
-        return _ASSUMED_MULTIPROCESSORS
+        return min(_ASSUMED_MULTIPROCESSORS, most_multiprocessors() or _ASSUMED_MULTIPROCESSORS)
     return sm_count(device.index or 0)
 
 

@@ -1,11 +1,17 @@
 """What driver is here: kernel_api.devices."""
 
+import dataclasses
 import shutil
 import subprocess
+import types
 
 import pytest
+import torch
 
+import kernel_api as ka
 from kernel_api import devices
+from kernel_api.errors import ArgumentError
+from kernel_api.providers.cutedsl.gemm import machine, model
 
 KERNEL_SAYS = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build
 GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)
@@ -64,3 +70,55 @@ def test_without_a_driver_there_is_no_version(here):
 def test_asking_a_driver_that_is_not_there_raises_nothing():
     devices.driver_version.cache_clear()
     assert devices.driver_version() is None or devices.driver_major() > 100
+
+
+@pytest.fixture
+def limit(monkeypatch):
+    """Sets how many multiprocessors kernels take."""
+
+    def forget():
+        devices.most_multiprocessors.cache_clear()
+        devices.sm_count.cache_clear()
+
+    def to(text):
+        monkeypatch.setenv("KERNEL_API_MULTIPROCESSORS", text)
+        forget()
+
+    yield to
+    forget()
+
+
+@pytest.mark.parametrize(("text", "taken"), [("112", 112), ("", 132), ("1", 1), ("500", 132)])
+def test_kernels_take_as_many_multiprocessors_as_they_are_given(monkeypatch, limit, text, taken):
+    one = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: one)
+    limit(text)
+    assert devices.sm_count(0) == taken
+    assert devices.multiprocessors_of(torch.device("meta")) == taken
+
+
+@pytest.mark.parametrize("text", ["0", "-4", "all", "1.5", "²"])
+def test_no_other_number_of_multiprocessors_is_taken(limit, text):
+    limit(text)
+    with pytest.raises(ArgumentError, match=r"KERNEL_API_MULTIPROCESSORS is .*; expected how many"):
+        devices.multiprocessors_of(torch.device("meta"))
+
+
+def test_the_model_and_the_grid_are_of_what_kernels_take(limit):
+    def empty(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def seconds():
+        args = ka.GemmArguments(empty(8192, 4096), empty(4096, 8192), empty(8192, 8192))
+        return min(
+            kernel.predict(args) for kernel in ka.get_kernels(args, cc=90, providers=["cutedsl"])
+        )
+
+    of_all = seconds()
+    limit("66")
+    constants = machine.constants_on(torch.device("meta"), "sm90.gemm")
+    assert constants.multiprocessors == 66
+    shipped = dataclasses.asdict(machine.constants("sm90.gemm"))
+    assert shipped == {**dataclasses.asdict(constants), "multiprocessors": 132}
+    model._last = (None, None, {})
+    assert 1.7 * of_all < seconds() < 2.2 * of_all

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kernel_api.devices import gpu_name_of
+from kernel_api.devices import gpu_name_of, most_multiprocessors
 
 CONSTANTS = Path(__file__).with_name("model.json")
 
@@ -131,14 +131,20 @@ class Constants:
 
 
 @lru_cache(maxsize=256)
-def constants(family: str, gpu: str | None = None) -> Constants:
-    """The constants of a kernel family on a GPU; by default on the first one of the file."""
-    return Constants.of(table_of(json.loads(CONSTANTS.read_text()), gpu), family)
+def constants(family: str, gpu: str | None = None, most: int | None = None) -> Constants:
+    """The constants of a kernel family on a GPU; by default on the first one of the file.
+
+    most: Multiprocessors that kernels take, if they leave some to others.
+    """
+    found = Constants.of(table_of(json.loads(CONSTANTS.read_text()), gpu), family)
+    if most is None or most >= found.multiprocessors:
+        return found
+    return dataclasses.replace(found, multiprocessors=most)
 
 
 def constants_on(device: Any, family: str) -> Constants:
     """Those of a tensor's device, and without a GPU those of the first one of the file."""
-    return constants(family, gpu_name_of(device))
+    return constants(family, gpu_name_of(device), most_multiprocessors())
 
 
 def table_of(tables: dict[str, Any], gpu: str | None) -> dict[str, Any]:
