@@ -151,11 +151,13 @@ UNEVEN = ("even", "zipf", "half empty")
 #: (groups, tokens, N, K)
 LARGE = ((8, 16384, 4096, 4096), (64, 16384, 2048, 2048))
 #: The same, of tokens times 8 for DeepSeek-V3's experts and times 2 for Mixtral-8x7B's: up and
-#: gate, then down.
+#: gate, then down; and of one or two of the experts that are spread over many GPUs.
 FEW = (
     *((256, tokens, 4096, 7168) for tokens in (256, 512, 1024, 4096)),
     (256, 256, 7168, 2048),
     *((8, tokens, N, K) for tokens in (32, 512) for N, K in ((28672, 4096), (4096, 14336))),
+    *((1, 64, N, K) for N, K in ((4096, 7168), (7168, 2048))),
+    (2, 128, 4096, 7168),
 )
 
 SUITE = suite.Suite(

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ DOWN = (*DOWN, (64, 2048, 1408))
 #: Where experts are spread over GPUs, so that one has few.
 OF_FEW = ((1, 28672, 4096), (2, 28672, 4096), (4, 28672, 4096), (1, 4096, 14336), (2, 4096, 14336))
 OF_FEW = (*OF_FEW, (4, 4096, 14336), (4, 4096, 7168), (4, 7168, 2048), (2, 7168, 2048))
+#: The same of so few rows each that K is cut.
+OF_FEW_ROWS = ((1, 4096, 7168), (1, 7168, 2048), (1, 3072, 4096), (2, 4096, 7168), (2, 3072, 4096))
 #: What the first matrices are fused with, and rows of the first three layers.
 OF_TRAINING = ("swiglu of halves, prob", "swiglu of halves, prob, preactivation")
 TOKENS_OF_TRAINING = ((32768, 8192), (131072, 32768), (131072, 32768, 8192))
@@ -141,6 +144,9 @@ def problems() -> Iterator[Problem]:
             yield routed(T, *down[1:], groups=down[0], fused="scattered")
     for T in (16384, 4096, 512, 64):
         yield from (routed(T, *one[1:], groups=one[0]) for one in OF_FEW)
+    for each, scales in product((16, 64, 128, 256), ("", "blocks")):
+        for groups, N, K in OF_FEW_ROWS:
+            yield routed(groups * each, N, K, groups=groups, scales=scales)
     for T in (131072, 32768, 8192, 2048):
         for scales, of_8_bits in OF_8_BITS.items():
             yield from (routed(T, *one[1:], groups=one[0], scales=scales) for one in of_8_bits)

@@ -110,6 +110,58 @@ def test_rows_are_gathered_with_their_scales_in_blocks_and_with_no_others():
     assert families(eight_bits(("block_1x128", T, 2), (E, 2, 1), **picked))
 
 
+# Parts of K -----------------------------------------------------------------------------
+
+
+def is_cut(metadata):
+    return getattr(metadata.design, "split_k", 1) > 1
+
+
+def groups_of(T, E, K):
+    A, B, out = empty(T, K), empty(E, 4096, K).mT, empty(T, 4096)
+    return ka.GroupedGemmArguments(A, B, out, empty(E, element=torch.int32))
+
+
+def cut(T, E, K):
+    """The kernels whose clusters have the parts of a tile along K, by their design."""
+    found = ka.get_kernels(groups_of(T, E, K), is_cut, cc="sm_90a")
+    return {kernel.metadata.design: kernel for kernel in found}
+
+
+def test_few_tiles_are_cut_along_k():
+    found = cut(16, 1, 4096)
+    assert len(found) == 5
+    for design, kernel in found.items():
+        assert design.cluster_shape == (1, 1, design.split_k)
+        assert not design.takes_tiles
+        assert kernel.reorders_accumulation
+        tensors = empty(16, 4096), empty(1, 4096, 4096), empty(16, 4096), OFFSETS
+        assert kernel.workspace_for(*tensors) == 0
+
+
+def test_as_many_tiles_as_offsets_may_make_are_counted():
+    def tiles(T, E):
+        return {design.tile_shape[:2] for design in cut(T, E, 4096)}
+
+    # Of two parts each: 4 and 7 times 32 are less than 512, 4 times 64 are not.
+    assert tiles(448, 1) == {(128, 128), (64, 128)}
+    # 5 times 32 are, 8 times 32 are not.
+    assert tiles(448, 2) == {(128, 128)}
+    assert not cut(200, 200, 4096)
+    for kernel in cut(16, 1, 4096).values():
+        answer = kernel.supports(groups_of(200, 200, 4096))
+        assert not answer
+        assert "there would be " in str(answer)
+
+
+def test_every_part_has_a_step():
+    assert {design.tile_shape[2] for design in cut(64, 1, 72)} == {64}
+    for kernel in cut(64, 1, 4096).values():
+        answer = kernel.supports(groups_of(64, 1, 64))
+        assert not answer
+        assert "K is 64 (would match with K of" in str(answer)
+
+
 # Sums that lie anywhere ------------------------------------------------------------------
 
 

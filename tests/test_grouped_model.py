@@ -292,7 +292,8 @@ MANY = 8
 def label(kernel, with_k=False):
     design = kernel.metadata.design
     tile = "x".join(map(str, design.tile_shape[: 3 if with_k else 2]))
-    where = f"{tile} {design.cluster_shape[0]}x{design.cluster_shape[1]}"
+    *cluster, parts = design.cluster_shape
+    where = f"{tile} {'x'.join(map(str, cluster if parts == 1 else design.cluster_shape))}"
     swap = " swap" if with_k and design.swap_ab else ""
     return f"{where} {design.schedule}{swap} {design.scheduler}"
 
@@ -317,14 +318,72 @@ def test_first_choices_take_hardly_longer_than_the_fastest(family, count, worst)
     assert max(found.values()) < worst, max(found, key=found.get)
 
 
-@pytest.mark.parametrize(("groups", "mean"), [(1, 1.05), (2, 1.02), (4, 1.045)])
-def test_first_choices_of_few_groups_are_near_the_fastest(groups, mean):
-    fit, constants = script("fit_grouped"), machine.constants("sm90.grouped_gemm")
-    alike = [one for one in measured("sm90.grouped_gemm") if groups == one.args.L]
-    assert len(alike) == {1: 8, 2: 12, 4: 16}[groups]
-    found = [fit.regret(one, constants) for one in alike]
+@pytest.mark.parametrize(
+    ("family", "groups", "count", "mean", "worst"),
+    [
+        # The worst is faster alone than behind another kernel, where the first choice is faster.
+        ("sm90.grouped_gemm", 1, 20, 1.035, 1.27),
+        ("sm90.grouped_gemm", 2, 20, 1.03, 1.15),
+        ("sm90.grouped_gemm", 4, 16, 1.045, 1.19),
+        ("sm90.grouped_gemm_fp8", 1, 12, 1.015, 1.10),
+        ("sm90.grouped_gemm_fp8", 2, 8, 1.045, 1.13),
+    ],
+)
+def test_first_choices_of_few_groups_are_near_the_fastest(family, groups, count, mean, worst):
+    fit, constants = script("fit_grouped"), machine.constants(family)
+    found = [fit.regret(one, constants) for one in measured(family) if groups == one.args.L]
+    assert len(found) == count
     assert math.exp(sum(map(math.log, found)) / len(found)) < mean
-    assert max(found) < 1.26
+    assert max(found) < worst
+
+
+#: (T, groups, K, N): microseconds behind a short norm, whose blocks let the next kernel begin.
+BEHIND_ANOTHER = {
+    (256, 1, 7168, 4096): {
+        "128x128x64 1x1x2 cooperative static": 29.1,
+        "64x128x64 1x1 cooperative static": 35.4,
+        "128x128x64 1x2 pingpong dynamic": 37.8,
+        "128x128x64 1x1 cooperative dynamic": 37.8,
+        "80x128x128 1x1 cooperative swap static": 49.0,
+    },
+    (256, 1, 4096, 3072): {
+        "64x128x64 1x1 pingpong static": 16.1,
+        "128x128x64 1x1x2 cooperative static": 16.8,
+        "64x128x64 1x1 cooperative static": 18.8,
+        "128x128x64 1x2 pingpong dynamic": 22.9,
+        "80x128x128 1x1 cooperative swap static": 24.8,
+    },
+    (128, 1, 2048, 7168): {
+        "64x128x64 1x1 pingpong static": 11.8,
+        "64x128x64 1x1 cooperative static": 12.2,
+        "128x128x64 1x1 cooperative dynamic": 14.0,
+        "128x128x64 1x1x2 cooperative static": 14.3,
+        "80x128x128 1x1 cooperative swap static": 14.4,
+    },
+    (1024, 4, 7168, 4096): {
+        "128x160x64 1x2 pingpong dynamic": 109.0,
+        "128x128x64 1x2 pingpong dynamic": 122.5,
+        "64x256x64 1x1 pingpong static": 125.8,
+        "80x128x128 1x1 cooperative swap static": 154.7,
+        "64x128x64 1x1 pingpong static": 166.3,
+    },
+}
+
+
+@pytest.mark.parametrize("problem", BEHIND_ANOTHER, ids=str)
+def test_blocks_that_read_the_same_at_one_time_alone_are_no_first_choice(problem):
+    times = BEHIND_ANOTHER[problem]
+    first = ka.get_kernels(arguments(*problem, ""), cc=90)[0]
+    assert times[label(first, with_k=True)] <= 1.05 * min(times.values())
+
+
+def test_sums_of_parts_are_for_groups_of_fewer_tiles_than_multiprocessors():
+    def cut(groups, rows):
+        args = arguments(groups * rows, groups, 7168, 4096, "")
+        return ka.get_kernels(args, cc=90)[0].metadata.design.cluster_shape[2] > 1
+
+    assert all(cut(1, rows) for rows in (16, 64, 128, 256))
+    assert not any(cut(groups, rows) for groups in (4, 8, 64) for rows in (16, 64, 128, 512))
 
 
 @pytest.mark.parametrize("problem", LAYERS, ids=str)

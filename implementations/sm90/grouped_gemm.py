@@ -49,7 +49,8 @@ class GroupedGemm(ScheduledGemm):
 
     A (T,K), B (E,K,N), D (T,N), offsets (E,) Int32: group e has the rows from offsets[e - 1] (0 for
     the first) to offsets[e]. Rows behind the last group are left alone. Alignment and majors as in
-    `Gemm`, but D's rows have stride 1 along N. K is not split.
+    `Gemm`, but D's rows have stride 1 along N. If K is split, a cluster has the parts of one tile:
+    there are as many clusters as there may be tiles.
 
     gathered: the first further operand is (T,) Int32; row t of the product is that row of A, which
                has any number of rows. All four warps of the producer copy A then (`gathered`), and
@@ -76,8 +77,12 @@ class GroupedGemm(ScheduledGemm):
     ):
         super().__init__(*args, **keywords)
         self.experts = experts
-        if self.split_k is not None or any(self.repacked):
-            raise ValueError("grouped products neither split K nor copy operands")
+        if self.split_k != (self.cluster_k if self.cluster_k > 1 else None):
+            raise ValueError("grouped products split K among the blocks of a cluster alone")
+        if any(self.repacked):
+            raise ValueError("grouped products copy no operands")
+        if self.dynamic and self.cluster_k > 1:
+            raise ValueError("clusters along K have a tile each, and take none")
         self._check_loads_tiles_alone()
         if scattered and (self.swap_ab or not self.tma_stores[0]):
             raise ValueError("rows are scattered in whole vectors, as rows of the instruction")
@@ -166,7 +171,9 @@ class GroupedGemm(ScheduledGemm):
             rows, (rows + groups * (self.rows_per_tile - 1)) // self.rows_per_tile
         )
         tiles = row_tiles * self._tiles_across((mA.shape[0], mB.shape[0]))
-        clusters = cutlass.min(cutlass.max(tiles, 1), max_clusters)
+        clusters = cutlass.max(tiles, 1)
+        if const_expr(self.cluster_k == 1):
+            clusters = cutlass.min(clusters, max_clusters)
         grid = grid_of(clusters, max_clusters)
         space = None
         if const_expr(len(self.epilogue.reduced) > 0):
@@ -257,13 +264,19 @@ class GroupedGemm(ScheduledGemm):
             a, b = rows, of_group
             if const_expr(self.swap_ab):
                 a, b, own = b, a, own[::-1]
-            stage = self._load_tile(*a, *b, masks, Int32(0), k_tiles, pipeline_ab, stage, own)
+            part = self._part(k_tiles)
+            stage = self._load_tile(*a, *b, masks, *part, pipeline_ab, stage, own)
             index, position = self._next_to_load(queue, index, position)
             is_tile, tile, state = tiles.find(state, index)
         if const_expr(queue is not None):
             self._finish_loading(queue, index, tiles.count(state), position)
-        # The other block of the cluster still signals this one's barriers: stay until it is done.
-        pipeline_ab.producer_tail(stage)
+        self._stay(pipeline_ab, stage)
+
+    def _stay(self, pipeline_ab, stage):
+        """Until nobody signals this block's barriers any more: the others of its cluster, unless
+        each has a part of K."""
+        if self.cluster_k == 1:
+            pipeline_ab.producer_tail(stage)
 
     @cute.jit
     def _gather(
@@ -297,7 +310,8 @@ class GroupedGemm(ScheduledGemm):
             sources = rows.sources(mA, row_index, first, tile.end_row, thread)
             _, tBgB, tBsB = self._weights_of(weights, tile)
             descriptor = self._descriptor(descriptors, tile)
-            for k in cutlass.range(k_tiles, unroll=1):
+            first_k, count = self._part(k_tiles)
+            for k in cutlass.range(first_k, first_k + count, unroll=1):
                 if warp == 0:
                     pipeline_ab.producer_acquire(stage)
                     full = pipeline_ab.producer_get_barrier(stage)
@@ -319,8 +333,11 @@ class GroupedGemm(ScheduledGemm):
         if const_expr(queue is not None):
             self._finish_loading(queue, index, tiles.count(state), position)
         if warp == 0:
-            # The other block of the cluster still signals this one's barriers.
-            pipeline_ab.producer_tail(stage)
+            self._stay(pipeline_ab, stage)
+
+    def _part(self, k_tiles):
+        """(first k tile, number of them) that this block has of each of its tiles."""
+        return self._k_range(k_tiles, None, self._cluster(), None)
 
     def _full_before(self, pipeline_ab, stage, count: int) -> cute.Pointer:
         """The barrier of the stage so many before this one."""
@@ -416,7 +433,7 @@ class GroupedGemm(ScheduledGemm):
         self._write_empty(consumer, offsets, extents, reduced)
         tiles = self._grouped_tiles(offsets, extents)
         is_tile, tile, state = tiles.find(tiles.start_at(index), index)
-        if const_expr(self.promoted and self.groups_per_tile > 1):
+        if const_expr(self.promoted and self.groups_per_tile > 1 and self.split_k is None):
             self._fall_behind(consumer, Int32(is_tile) * k_tiles, pipeline_ab, stage)
         while is_tile:
             m, n = tile.m, tile.n
@@ -429,22 +446,47 @@ class GroupedGemm(ScheduledGemm):
                 start = (row * WGMMA_M, tile.first_row + column * tile_n, tile.group)
             left = tile.end_row - start[self.ragged]
             stage, turn = self._multiply_rows(
-                *(left, tiled_mma, fragments, accumulators, scales, start, k_tiles),
+                *(left, tiled_mma, fragments, accumulators, scales, start, *self._part(k_tiles)),
                 *(pipeline_ab, turns, stage, turn),
             )
-
-            self.output.write(
-                *(consumer, accumulators, tma_d),
-                *(self.output.of_group(mD, tile.first_row, tile.end_row), sD, operands, d_majors),
-                *((row, column, tile.group), self._extents_of(tile, extents)),
-                *self._reduced_of(tile, extents, reduced),
-                *(storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
-                origin=(0, tile.first_row) if self.swap_ab else (tile.first_row, 0),
-                rows=indices[1],
-            )
+            place = row, column, tile.group
+            write = (tile, tma_d, mD, sD, d_majors, operands, reduced, extents, indices, storage)
+            if const_expr(self.cluster_k == 1):
+                self._write(consumer, accumulators, place, *write)
+            else:
+                if self._combine(consumer, accumulators, None, None, storage):
+                    self._write(consumer, accumulators, place, *write)
             index, position = self._next_to_multiply(queue, index, position)
             is_tile, tile, state = tiles.find(state, index)
         self.output.drain()
+
+    def _write(
+        self,
+        consumer,
+        accumulators,
+        place,
+        tile: GroupTile,
+        tma_d,
+        mD,
+        sD,
+        d_majors,
+        operands,
+        reduced,
+        extents,
+        indices,
+        storage,
+    ):
+        """What this group of threads has of a tile; place: of that, in blocks of rows, tiles along
+        N, and groups."""
+        self.output.write(
+            *(consumer, accumulators, tma_d),
+            *(self.output.of_group(mD, tile.first_row, tile.end_row), sD, operands, d_majors),
+            *(place, self._extents_of(tile, extents)),
+            *self._reduced_of(tile, extents, reduced),
+            *(storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
+            origin=(0, tile.first_row) if self.swap_ab else (tile.first_row, 0),
+            rows=indices[1],
+        )
 
     @cute.jit
     def _multiply_rows(self, left, *work):
@@ -487,7 +529,8 @@ class GroupedGemm(ScheduledGemm):
         accumulators,
         scales,
         start,
-        k_tiles,
+        first_k,
+        count,
         pipeline_ab,
         turns,
         stage,
@@ -497,18 +540,18 @@ class GroupedGemm(ScheduledGemm):
         if const_expr(self.pingpong):
             turns.wait(turn)
         if const_expr(blocks == 0):
-            stage = self.mainloop.pass_over(k_tiles, pipeline_ab, stage)
+            stage = self.mainloop.pass_over(count, pipeline_ab, stage)
         else:
             if const_expr(blocks < self.row_blocks):
                 fragments = fragments.of_rows(blocks)
                 accumulators = _first_rows(accumulators, blocks)
             stage, last = self._multiply(
-                *(apart(tiled_mma), fragments, accumulators, scales, start, Int32(0), k_tiles),
+                *(apart(tiled_mma), fragments, accumulators, scales, start, first_k, count),
                 *(pipeline_ab, stage),
             )
         if const_expr(self.pingpong):
             turn = turns.arrive(turn)
-            stage.advance(k_tiles)
+            stage.advance(count)
         if const_expr(blocks > 0 and not self.promoted):
             warpgroup.wait_group(0)
             pipeline_ab.consumer_release(last)

@@ -41,13 +41,20 @@ class ScheduledGemm(Gemm):
     def _make_queue(self, storage, counter):
         if counter is None:
             return None
-        _, _, clusters = cute.arch.grid_dim()
         queue = TileQueue(
-            *(storage.queue.data_ptr(), storage.numbers.data_ptr(), counter, Int32(clusters)),
+            *(storage.queue.data_ptr(), storage.numbers.data_ptr(), counter, self._clusters()),
             self.cluster_shape[0] * self.cluster_shape[1],
         )
         queue.set_up()
         return queue
+
+    def _cluster(self) -> Int32:
+        """The number of this one."""
+        return Int32(cute.arch.block_idx()[2] // self.cluster_k)
+
+    def _clusters(self) -> Int32:
+        """Of the launch."""
+        return Int32(cute.arch.grid_dim()[2] // self.cluster_k)
 
     def _leads(self):
         """Whether this warp of a producer takes tiles for its cluster."""
@@ -59,15 +66,13 @@ class ScheduledGemm(Gemm):
 
     def _first_to_load(self, queue) -> tuple:
         """(number of the tile, position in the queue of the next one)"""
-        _, _, cluster = cute.arch.block_idx()
-        return Int32(cluster), None if queue is None else Int32(0)
+        return self._cluster(), None if queue is None else Int32(0)
 
     @cute.jit
     def _next_to_load(self, queue, index, position, order=None) -> tuple:
         """The same of the next tile; order: in which tiles are taken, see `_in_order`."""
         if const_expr(queue is None):
-            _, _, clusters = cute.arch.grid_dim()
-            index += clusters
+            index += self._clusters()
         else:
             if self._leads():
                 index = self._in_order(queue.take(), order)
@@ -99,12 +104,10 @@ class ScheduledGemm(Gemm):
     @cute.jit
     def _first_to_multiply(self, queue, consumer) -> tuple:
         """(number of the consumer's tile, position in the queue of its next one)"""
-        _, _, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
-        index, position = Int32(cluster), None
+        index, position = self._cluster(), None
         if const_expr(queue is None):
             if const_expr(self.pingpong):
-                index += consumer * clusters
+                index += consumer * self._clusters()
         else:
             position = Int32(0)
             if const_expr(self.pingpong):
@@ -119,8 +122,7 @@ class ScheduledGemm(Gemm):
         """The same of the next tile."""
         taking_turns = 2 if const_expr(self.pingpong) else 1
         if const_expr(queue is None):
-            _, _, clusters = cute.arch.grid_dim()
-            index += taking_turns * clusters
+            index += taking_turns * self._clusters()
         else:
             index = queue.read(position)
             position += taking_turns

@@ -315,6 +315,45 @@ OF_SUMS_TAKEN = [
         Case("scaled anywhere", N=136, epilogue=scaled, options=ADDED, **ANYWHERE),
     ),
 ]
+#: Clusters along K, which have the parts of a tile each.
+OF_ROWS_CUT = [
+    ("64x128x64_cluster1x1x2", Case("uneven", sizes=UNEVEN, N=264, other=392, layouts=WEIGHTS)),
+    (
+        "16x64x128_cluster1x1x2",
+        Case("few rows", sizes=(1, 0, 3, 17), N=392, other=392, layouts=WEIGHTS),
+    ),
+    (
+        "64x128x64_cluster1x1x2",
+        Case("swiglu", sizes=FEW, N=192, other=264, epilogue=swiglu, layouts=WEIGHTS),
+    ),
+    ("128x128x64_cluster1x1x2", Case("picked", indices=BOTH, sizes=FEW, N=136, other=264)),
+    ("64x64x128_cluster1x1x2", Case("gradient", sizes=AWAY, other=264, epilogue=gradient)),
+    (
+        "64x64x128_cluster1x1x2",
+        Case("anywhere", discrete=True, sizes=FEW, N=136, other=520, layouts=WEIGHTS),
+    ),
+    ("64x128x64_cluster1x1x2", Case("none", sizes=(0, 0), other=264, epilogue=gradient)),
+    (
+        "128x64x64_cluster1x1x2",
+        Case("halves", sizes=FEW, N=192, other=136, epilogue=halves, layouts=WEIGHTS),
+    ),
+    (
+        "64x64x128_cluster1x1x2",
+        Case("blocks", sizes=FEW, N=136, other=784, scales="blocks", **EIGHT_BITS),
+    ),
+    (
+        "16x64x256_cluster1x1x2",
+        Case("blocks, swapped", sizes=(9, 0, 1), N=264, other=784, scales="blocks", **EIGHT_BITS),
+    ),
+    (
+        "128x128x128_cluster1x1x2",
+        Case("picked, blocks", indices=BOTH, sizes=FEW, other=784, scales="blocks", **EIGHT_BITS),
+    ),
+    (
+        "128x64x128_cluster1x1x2",
+        Case("rows, swiglu", N=192, other=272, scales="rows", epilogue=swiglu, **EIGHT_BITS),
+    ),
+]
 EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
 SEEDS = 3 if EVERY else 1  # interleavings; what they leave of the workspace is zero
 
@@ -350,6 +389,12 @@ def test_groups_are_summed_over(design, case):
 
 @pytest.mark.parametrize(("design", "case"), **named(OF_ROWS_TAKEN, 1))
 def test_tiles_of_groups_are_taken_as_clusters_become_free(design, case):
+    for seed in range(SEEDS):
+        check(chosen_of(design, args := case.of_rows()), args, "sm_90a", seed)
+
+
+@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS_CUT, 2))
+def test_clusters_add_up_the_parts_of_their_tile(design, case):
     for seed in range(SEEDS):
         check(chosen_of(design, args := case.of_rows()), args, "sm_90a", seed)
 

@@ -370,6 +370,44 @@ def test_tiles_of_8_bit_floats_are_taken(mode):
             assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
 
+CUT_SIZES = {"one": (65,), "few": (0, 130, 7, 0), "empty": (0, 0)}
+CUT = (*TAKEN[:5], "listed swiglu", "dswiglu", "hadamard", "quantized")
+
+
+def cutters(args):
+    """The kernels whose clusters have the parts of a tile along K."""
+    found = ka.get_kernels(args, providers=["cutedsl"])
+    return [k for k in found if k.metadata.design.cluster_shape[2] > 1]
+
+
+@pytest.mark.parametrize("sizes", CUT_SIZES)
+@pytest.mark.parametrize("case", CUT)
+def test_clusters_add_up_the_parts_of_their_tile(case, sizes):
+    args = CASES[case](Draw(CUT_SIZES[sizes], N=320, K=520))
+    found = cutters(args)
+    assert bool(found) == (torch.cuda.get_device_capability() == HOPPER)
+    for kernel in found:
+        verdict = ka.verify(kernel, args)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+        first = {name: packed(part.tensor) for name, part in parts_of(args)}
+        artifact = kernel.compile(args)
+        for _ in range(50):
+            kernel.run(args, artifact)
+        for name, part in parts_of(args):
+            same = same_bits(packed(part.tensor), first[name])
+            assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
+
+
+@pytest.mark.parametrize("mode", ["none", "tensor", "rows", "blocks"])
+def test_clusters_add_up_parts_of_8_bit_floats(mode):
+    args = scaled(mode, (0, 130, 7, 0), 320, 1040, BF16)
+    found = cutters(args)
+    assert bool(found) == (torch.cuda.get_device_capability() == HOPPER)
+    for kernel in found:
+        verdict = ka.verify(kernel, args)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
 def test_kernels_that_take_tiles_share_a_workspace_with_those_that_reduce():
     args = glu(Draw(FALLING, N=1152, K=520))
     static = next(k for k in ka.get_kernels(args, providers=["cutedsl"]))

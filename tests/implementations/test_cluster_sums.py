@@ -6,15 +6,17 @@ from cutlass import BFloat16
 from kernel_api.implementations.common.epilogue import Epilogue
 from kernel_api.implementations.sm90.cluster_sums import ClusterSums
 from kernel_api.implementations.sm90.gemm import Gemm
+from kernel_api.implementations.sm90.grouped_gemm import GroupedGemm
+from kernel_api.implementations.sm90.grouped_sum_gemm import GroupedSumGemm
 
 
 class LooksAtPairs(Epilogue):
     bundle = 64
 
 
-def gemm(tile=(128, 128, 64), cluster=(1, 1), schedule="cooperative", **options):
+def gemm(tile=(128, 128, 64), cluster=(1, 1), schedule="cooperative", kind=Gemm, **options):
     types = {"a_type": BFloat16, "b_type": BFloat16, "output_types": (BFloat16,)}
-    return Gemm(tile, cluster, schedule, **{**types, **options})
+    return kind(tile, cluster, schedule, **{**types, **options})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -57,6 +59,31 @@ def test_parts_are_left_where_the_stages_were(size):
 def test_others_are_refused_with_what_they_may_be_instead(options, reason):
     with pytest.raises(ValueError, match=reason):
         gemm(**options)
+
+
+def test_groups_of_rows_are_cut_in_a_cluster_alone():
+    built = gemm(kind=GroupedGemm, split_k=2, cluster_k=2)
+    assert built.cluster_sums == gemm(split_k=2, cluster_k=2).cluster_sums
+    assert not built.meets_in_workspace
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        (GroupedGemm, {"split_k": 2}, "split K among the blocks of a cluster alone"),
+        (GroupedGemm, {"split_k": "stream"}, "split K among the blocks of a cluster alone"),
+        (GroupedGemm, {"split_k": "even", "cluster_k": 2}, "among the blocks of a cluster alone"),
+        (
+            GroupedGemm,
+            {"split_k": 2, "cluster_k": 2, "scheduler": "dynamic"},
+            "clusters along K have a tile each, and take none",
+        ),
+        (GroupedSumGemm, {"split_k": 2, "cluster_k": 2}, "are cooperative, not split"),
+    ],
+)
+def test_groups_are_cut_in_no_other_way(kind, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        gemm(kind=kind, **options)
 
 
 def test_accumulators_are_moved_in_vectors_of_four():

@@ -58,6 +58,10 @@ class SplitDesign(BLASDesignMetadata):
         columns = self.tile_shape[1] * self.cluster_shape[1]
         return -(-M // rows) * -(-N // columns) * L
 
+    def most_clusters(self, args: Any) -> int:
+        """The same of arguments."""
+        return self.clusters(args.M, args.N, args.L)
+
     def k_tiles(self, K: int) -> int:
         return -(-K // self.tile_shape[2])
 
@@ -102,7 +106,7 @@ class SplitGemm(CuteDslGemm):
     def _(design: SplitDesign, args: GemmArguments) -> bool | Miss:
         if design.split_k == 1:
             return True
-        parts = design.clusters(args.M, args.N, args.L) * design.split_k
+        parts = design.most_clusters(args) * design.split_k
         return parts < 512 or Miss(f"there would be {parts}")
 
     @cached_property

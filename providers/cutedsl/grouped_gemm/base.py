@@ -234,7 +234,9 @@ def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
     counted = tiles_of_a_group if args.L > 1 else _tiles_of_all
     per_group = counted(rows, tiles.rows) * tiles.rows
     multiplied = counted(rows, tiles.multiplied) * tiles.multiplied
-    asked = _Dense(round(groups * per_group), args.N, args.K, 1, operands, args.epilogue)
+    # Whole tiles, which the model does not round up once more.
+    most_likely = max(round(groups * per_group / tiles.rows), 1) * tiles.rows
+    asked = _Dense(most_likely, args.N, args.K, 1, operands, args.epilogue)
     problem = model.Problem.of(asked)
     read = round(share * problem.B_bytes)
     return replace(problem, B_bytes=read, filled=multiplied / per_group)

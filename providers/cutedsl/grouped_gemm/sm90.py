@@ -50,9 +50,13 @@ _ALONE = 1.03
 #: The same of tiles of so many rows and columns, if groups have less than so many rows: clusters of
 #: narrower ones load no less then, and read more of shared memory.
 _WIDE, _FEW_ROWS, _ALONE_IN_FEW = (128, 256), 384, 0.96
+#: Tiles of a group beside one, on average, that are many to read the same columns of B.
+_MANY_OTHERS = 3
 #: Of tiles of so many columns, where consumers take turns and wait for loads alone: one stage fewer
 #: fits than beside 128.
 _TURN_COLUMNS, _TURNS = 160, 1.028
+#: Of clusters along K, where several read the same columns of B.
+_SEVERAL = 1.1
 #: Of a static share of tiles that wait for what their epilogues read, in groups of many rows.
 _APART = 1.12
 #: Of sums over many rows, where a cluster's tile is as high as wide and loads the least.
@@ -149,20 +153,25 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
-        if self._is_alone(args):
-            factor *= self._alone(args, waits) if self._design.takes_tiles else constants.alone
+        if self.candidate.meets and _has_groups_of(self._rows_per_tile + 1, args):
+            factor *= _SEVERAL
+        if math.prod(self._design.cluster_shape) == 1:
+            factor *= self._alone(args, waits, constants.alone)
         return factor
 
-    def _alone(self, args: Any, waits: bool) -> float:
-        """Of blocks that take tiles and are in no cluster."""
-        few = self._design.tile_shape[:2] == _WIDE and not _has_groups_of(_FEW_ROWS, args)
-        return _ALONE_IN_FEW if few and not waits else _ALONE
+    def _alone(self, args: Any, waits: bool, most: float) -> float:
+        """Of blocks that wait for no cluster, and load what those beside them load, too.
 
-    def _is_alone(self, args: Any) -> bool:
-        """Whether blocks wait for no cluster, and load what those beside them load, too."""
-        design = self._design
-        alone = math.prod(design.cluster_shape) == 1 and not design.swap_ab
-        return alone and _has_groups_of(self._rows_per_tile, args)
+        most: Where many read the same columns of B: at one time on an empty GPU alone.
+        """
+        design, rows = self._design, self._rows_per_tile
+        if not design.takes_tiles or design.swap_ab:
+            others: float = told_apart(args.T) / (args.L * rows) - 1
+            return 1 + (most - 1) * min(max(others, 0.0) / _MANY_OTHERS, 1.0)
+        if not _has_groups_of(rows, args):
+            return 1.0
+        few = design.tile_shape[:2] == _WIDE and not _has_groups_of(_FEW_ROWS, args)
+        return _ALONE_IN_FEW if few and not waits else _ALONE
 
 
 def _waits(epilogue: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kernel_api.providers.cutedsl.gemm import sm90_design
 from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
+from kernel_api.providers.cutedsl.grouped_gemm.base import most_row_tiles
 
 #: Of shared memory: a ring of 16 tile numbers, each with an mbarrier.
 _RING_BYTES = 16 * (8 + 4)
@@ -23,6 +24,13 @@ class Sm90GroupedGemmDesign(Sm90GemmDesign):
     """
 
     scheduler: str = "static"
+
+    def most_clusters(self, args: Any) -> int:
+        """Where groups may end anywhere."""
+        if args.ragged == "K":
+            return super().most_clusters(args)
+        rows = self.tile_shape[0] * self.cluster_shape[0]
+        return most_row_tiles(args.T, args.L, rows) * self.clusters(1, args.N, 1)
 
     @property
     def takes_tiles(self) -> bool:
@@ -44,7 +52,8 @@ class Sm90GroupedGemmDesign(Sm90GemmDesign):
 #: whatever its size; those along M lie idle in part where a group ends. Groups of up to some 130
 #: rows take as long as their matrices are read, which is soonest in steps of 256 bytes along K.
 #: What is independent asks most of L2, which sends it once to blocks that lie side by side: they do
-#: on a GPU that is empty.
+#: on a GPU that is empty. One or two groups of few rows have fewer tiles than there are
+#: multiprocessors: clusters along K have the parts of each.
 OF_ROWS = (
     "128x128 1x2 pingpong",
     "128x128 1x2 pingpong dynamic",
@@ -69,6 +78,11 @@ OF_ROWS = (
     "80x128 1x1 swap deep",
     "96x128 1x1 swap deep dynamic",
     "128x128 1x2 deep dynamic",
+    "16x64 1x1x2 swap split2 deep",
+    "64x64 1x1x2 split2 deep",
+    "64x128 1x1x2 split2",
+    "128x64 1x1x2 split2",
+    "128x128 1x1x2 split2",
 )
 #: Those whose accumulators leave room for the products to be promoted.
 PROMOTED_OF_ROWS = (
@@ -86,6 +100,10 @@ PROMOTED_OF_ROWS = (
     "16x128 1x1 swap",
     "16x128 1x1 swap dynamic",
     "32x128 1x1 swap",
+    "16x64 1x1x2 swap split2 deep",
+    "64x64 1x1x2 split2",
+    "128x64 1x1x2 split2",
+    "128x128 1x1x2 split2",
 )
 #: Groups that are summed over have tiles of different lengths.
 OF_SUMS = (
