@@ -449,44 +449,26 @@ class GroupedGemm(ScheduledGemm):
                 *(left, tiled_mma, fragments, accumulators, scales, start, *self._part(k_tiles)),
                 *(pipeline_ab, turns, stage, turn),
             )
-            place = row, column, tile.group
-            write = (tile, tma_d, mD, sD, d_majors, operands, reduced, extents, indices, storage)
+            destination = (
+                *(tma_d, self.output.of_group(mD, tile.first_row, tile.end_row)),
+                *(sD, operands, d_majors, (row, column, tile.group)),
+                *(self._extents_of(tile, extents), *self._reduced_of(tile, extents, reduced)),
+                *(storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
+            )
+            origin = (0, tile.first_row) if self.swap_ab else (tile.first_row, 0)
+            where = (*destination, origin, indices[1])
             if const_expr(self.cluster_k == 1):
-                self._write(consumer, accumulators, place, *write)
+                self._write(consumer, accumulators, *where)
             else:
                 if self._combine(consumer, accumulators, None, None, storage):
-                    self._write(consumer, accumulators, place, *write)
+                    self._write(consumer, accumulators, *where)
             index, position = self._next_to_multiply(queue, index, position)
             is_tile, tile, state = tiles.find(state, index)
         self.output.drain()
 
-    def _write(
-        self,
-        consumer,
-        accumulators,
-        place,
-        tile: GroupTile,
-        tma_d,
-        mD,
-        sD,
-        d_majors,
-        operands,
-        reduced,
-        extents,
-        indices,
-        storage,
-    ):
-        """What this group of threads has of a tile; place: of that, in blocks of rows, tiles along
-        N, and groups."""
-        self.output.write(
-            *(consumer, accumulators, tma_d),
-            *(self.output.of_group(mD, tile.first_row, tile.end_row), sD, operands, d_majors),
-            *(place, self._extents_of(tile, extents)),
-            *self._reduced_of(tile, extents, reduced),
-            *(storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
-            origin=(0, tile.first_row) if self.swap_ab else (tile.first_row, 0),
-            rows=indices[1],
-        )
+    def _write(self, consumer, accumulators, *where):
+        *destination, origin, rows = where
+        self.output.write(consumer, accumulators, *destination, origin=origin, rows=rows)
 
     @cute.jit
     def _multiply_rows(self, left, *work):
