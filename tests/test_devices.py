@@ -1,9 +1,13 @@
 """What driver is here: kernel_api.devices."""
 
 import dataclasses
+import json
+import os
 import shutil
 import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +126,17 @@ def test_the_model_and_the_grid_are_of_what_kernels_take(limit):
     assert shipped == {**dataclasses.asdict(constants), "multiprocessors": 132}
     model._last = (None, None, {})
     assert 1.7 * of_all < seconds() < 2.2 * of_all
+
+
+def test_a_process_reads_once_how_many_it_takes():
+    script = Path(__file__).parent / "support" / "limited.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "cpu", "reference"],
+        env={**os.environ, "KERNEL_API_MULTIPROCESSORS": "7"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["taken"], said["wrong"]) == (7, {})
