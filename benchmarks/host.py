@@ -26,6 +26,7 @@ import rows
 import torch
 
 import kernel_api as ka
+from kernel_api import devices
 from kernel_api._first_kernel import first_kernel
 from kernel_api.errors import LinkError
 from kernel_api.providers.cutedsl import compiler
@@ -86,7 +87,7 @@ def plain_calls(kernel: ka.Kernel, args: ka.GemmArguments) -> Calls:
     A, B, out = args.tensors
     artifact = kernel.compile(args)
     raw = compiler.raw_function(artifact.compiled_obj)
-    scalars = kernel.scalars(torch.cuda.get_device_properties(0).multi_processor_count)
+    scalars = kernel.scalars(devices.sm_count(0))
     launch = kernel.prepare(args)
 
     def whole_way() -> None:

@@ -25,14 +25,14 @@ def device_target(index: int) -> Target:
     return Target(major, minor)
 
 
-#: Of the environment: how many multiprocessors kernels take at most.
+#: Of the environment: multiprocessors that kernels share work among at most.
 _LIMIT = "KERNEL_API_MULTIPROCESSORS"
 
 
 @lru_cache(maxsize=64)
 def sm_count(index: int) -> int:
-    """Streaming multiprocessors of one CUDA device that kernels take: all, or as many as
-    ``KERNEL_API_MULTIPROCESSORS`` says where others have some, such as communication."""
+    """Streaming multiprocessors of one CUDA device that kernels share their work among: all, or as
+    many as ``KERNEL_API_MULTIPROCESSORS`` says where others have some, such as communication."""
     import torch
 
     count = int(torch.cuda.get_device_properties(index).multi_processor_count)
@@ -47,8 +47,8 @@ def most_multiprocessors() -> int | None:
         return None
     if not (given.isascii() and given.isdecimal() and int(given)):
         raise ArgumentError(
-            f"{_LIMIT} is {given!r}; expected how many multiprocessors kernels take at most: set "
-            f"it to such as 112, or to nothing"
+            f"{_LIMIT} is {given!r}; expected how many multiprocessors kernels share their work "
+            f"among at most: set it to such as 112, or to nothing"
         )
     return int(given)
 
@@ -66,8 +66,8 @@ _ASSUMED_MULTIPROCESSORS = 132
 
 
 def multiprocessors_of(device: Any) -> int:
-    """What kernels take of the streaming multiprocessors of a tensor's device, see
-    :func:`sm_count`; without a GPU, of an H200's."""
+    """Those among which kernels share their work on a tensor's device, see :func:`sm_count`;
+    without a GPU, of an H200."""
     if device.type != "cuda" or not cuda_available():
         return min(_ASSUMED_MULTIPROCESSORS, most_multiprocessors() or _ASSUMED_MULTIPROCESSORS)
     return sm_count(device.index or 0)
@@ -173,7 +173,10 @@ def query_target(device: Any, cc: CcLike) -> Target | None:
     In this order: ``cc``, the device of the operands, ``KERNEL_API_ARCH``, the current device;
     of operands on the CPU not the last, which would begin to use the GPU (and not in a process
     that was forked from one that does).
+
+    Raises ArgumentError for settings that make no sense, before rules depend on them.
     """
+    most_multiprocessors()
     if cc is not None:
         return target(cc)
     found = target_of(device) if device is not None else None

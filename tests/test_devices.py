@@ -15,6 +15,7 @@ import torch
 import kernel_api as ka
 from kernel_api import devices
 from kernel_api.errors import ArgumentError
+from kernel_api.providers.cutedsl import compiler
 from kernel_api.providers.cutedsl.gemm import machine, model
 
 KERNEL_SAYS = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build
@@ -108,7 +109,36 @@ def test_no_other_number_of_multiprocessors_is_taken(limit, text):
         devices.multiprocessors_of(torch.device("meta"))
 
 
-def test_the_model_and_the_grid_are_of_what_kernels_take(limit):
+def test_a_query_says_that_no_such_number_is_taken(limit):
+    """Rules that ask for it would be taken to be broken, and their kernels left out."""
+    limit("112.0")
+    empty = torch.empty((64, 64), dtype=torch.bfloat16, device="meta")
+    for cc in (None, "sm_90a"):
+        with pytest.raises(ArgumentError, match=r"KERNEL_API_MULTIPROCESSORS is '112\.0'"):
+            ka.get_kernels(ka.GemmArguments(empty, empty, empty), cc=cc)
+
+
+def test_a_launch_is_for_as_many_as_kernels_take(monkeypatch, limit):
+    launched = []
+    one = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: one)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        compiler, "raw_function", lambda made: lambda *given: launched.append(given)
+    )
+    empty = torch.empty((4096, 4096), dtype=torch.bfloat16, device="meta")
+    args, artifact = ka.GemmArguments(empty, empty, empty), types.SimpleNamespace(compiled_obj=None)
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    kernel = next(k for k in kernels if k.metadata.design.cluster_size == 2 and not k.takes_more)
+    for text, clusters in (("", 66), ("40", 20)):
+        limit(text)
+        kernel._launcher(args, artifact)(*args.tensors)
+        kernel._bare_launcher(args, artifact)(args.tensors, ())
+        assert [given[-1] for given in launched] == [clusters] * 2
+        launched.clear()
+
+
+def test_the_model_is_of_what_kernels_take(limit):
     def empty(*shape):
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
@@ -139,4 +169,6 @@ def test_a_process_reads_once_how_many_it_takes():
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert (said["taken"], said["wrong"]) == (7, {})
+    assert (said["taken"], said["wrong"]) == ([7, 7], {})
+    assert len(said["right"]) == 7
+    assert all(said["right"])

@@ -6,6 +6,8 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from .gemm import Gemm
 from .tile_queue import MOST_STAGES, TileQueue, counter_of
 
+_NO_TILE = (1 << 31) - 1  # a number behind those of all tiles
+
 
 class ScheduledGemm(Gemm):
     """A product whose tiles are dealt out to clusters by a scheduler.
@@ -56,6 +58,12 @@ class ScheduledGemm(Gemm):
         """Of the launch."""
         return Int32(cute.arch.grid_dim()[2] // self.cluster_k)
 
+    def _following(self, index, turns: int) -> Int32:
+        """The tile so many turns later; none where clusters have one each, whatever offsets say."""
+        if self.cluster_k > 1:
+            return Int32(_NO_TILE)
+        return index + turns * self._clusters()
+
     def _leads(self):
         """Whether this warp of a producer takes tiles for its cluster."""
         block_m, block_n, _ = cute.arch.block_idx()
@@ -72,7 +80,7 @@ class ScheduledGemm(Gemm):
     def _next_to_load(self, queue, index, position, order=None) -> tuple:
         """The same of the next tile; order: in which tiles are taken, see `_in_order`."""
         if const_expr(queue is None):
-            index += self._clusters()
+            index = self._following(index, 1)
         else:
             if self._leads():
                 index = self._in_order(queue.take(), order)
@@ -122,7 +130,7 @@ class ScheduledGemm(Gemm):
         """The same of the next tile."""
         taking_turns = 2 if const_expr(self.pingpong) else 1
         if const_expr(queue is None):
-            index += taking_turns * self._clusters()
+            index = self._following(index, taking_turns)
         else:
             index = queue.read(position)
             position += taking_turns

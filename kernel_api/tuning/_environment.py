@@ -24,7 +24,7 @@ class Environment:
     Attributes:
         gpu: The GPU's name; ``"cpu"`` for the CPU, which has none of the next three.
         compute_capability: As ``"9.0"``.
-        multiprocessors: Their number.
+        multiprocessors: Those among which kernels share their work.
         driver: The driver's major version, such as 580; None where it cannot be found.
         packages: Versions by distribution, and the DSL's code generator.
         policy: How it is measured.

@@ -350,6 +350,10 @@ OF_ROWS_CUT = [
         Case("picked, blocks", indices=BOTH, sizes=FEW, other=784, scales="blocks", **EIGHT_BITS),
     ),
     (
+        "128x128x64_cluster1x1x2",
+        Case("more steps than stages", indices=BOTH[:1], sizes=(65,), N=136, other=904),
+    ),
+    (
         "128x64x128_cluster1x1x2",
         Case("rows, swiglu", N=192, other=272, scales="rows", epilogue=swiglu, **EIGHT_BITS),
     ),
@@ -362,7 +366,8 @@ def chosen_of(design, args):
     """The best Hopper kernel of a design, given by the words of its name."""
     offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
     found = [k for k in offered if "sm90_grouped" in k.metadata.kernel_name]
-    words = f"_tile{design}".split()
+    words, cut = f"_tile{design}".split(), "cluster1x1x" in design
+    found = [k for k in found if (k.metadata.design.split_k > 1) == cut]
     chosen = [k for k in found if all(word in k.metadata.kernel_name for word in words)]
     assert chosen, [k.metadata.kernel_name for k in found]
     return chosen[0]

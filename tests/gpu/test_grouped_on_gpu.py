@@ -383,7 +383,7 @@ def cutters(args):
 @pytest.mark.parametrize("sizes", CUT_SIZES)
 @pytest.mark.parametrize("case", CUT)
 def test_clusters_add_up_the_parts_of_their_tile(case, sizes):
-    args = CASES[case](Draw(CUT_SIZES[sizes], N=320, K=520))
+    args = CASES[case](Draw(CUT_SIZES[sizes], N=320, K=2056))
     found = cutters(args)
     assert bool(found) == (torch.cuda.get_device_capability() == HOPPER)
     for kernel in found:
@@ -400,7 +400,7 @@ def test_clusters_add_up_the_parts_of_their_tile(case, sizes):
 
 @pytest.mark.parametrize("mode", ["none", "tensor", "rows", "blocks"])
 def test_clusters_add_up_parts_of_8_bit_floats(mode):
-    args = scaled(mode, (0, 130, 7, 0), 320, 1040, BF16)
+    args = scaled(mode, (0, 130, 7, 0), 320, 4112, BF16)
     found = cutters(args)
     assert bool(found) == (torch.cuda.get_device_capability() == HOPPER)
     for kernel in found:

@@ -35,9 +35,9 @@ class Constants:
         sustained: Operations per second of the whole GPU that its power allows, by kind.
         spared: Of that, what a schedule reaches with the same power whose tiles have rows for more
             than one instruction.
-        alone: Of groups' time, what blocks without a cluster take that have a share of tiles, where
-            those beside them load the same: at one time, and so once, if they begin on a GPU that
-            is empty, but not between the kernels of a layer, which say how much longer.
+        alone: Of groups' time, what blocks without a cluster take where many load the same columns:
+            at one time, and so once, if they begin on a GPU that is empty, but not between the
+            kernels of a layer, which say how much longer.
         overhead: Seconds of a launch that does nothing.
         latency: Seconds from the request of a stage to its arrival.
         held: Stages that are not on their way, because the consumers have them.
@@ -134,7 +134,7 @@ class Constants:
 def constants(family: str, gpu: str | None = None, most: int | None = None) -> Constants:
     """The constants of a kernel family on a GPU; by default on the first one of the file.
 
-    most: Multiprocessors that kernels take, if they leave some to others.
+    most: Multiprocessors that kernels share their work among, if others have some.
     """
     found = Constants.of(table_of(json.loads(CONSTANTS.read_text()), gpu), family)
     if most is None or most >= found.multiprocessors:
