@@ -35,7 +35,10 @@ def sm_count(index: int) -> int:
     many as ``KERNEL_API_MULTIPROCESSORS`` says where others have some, such as communication."""
     import torch
 
-    count = int(torch.cuda.get_device_properties(index).multi_processor_count)
+    return _shared_of(int(torch.cuda.get_device_properties(index).multi_processor_count))
+
+
+def _shared_of(count: int) -> int:
     return min(count, most_multiprocessors() or count)
 
 
@@ -69,7 +72,7 @@ def multiprocessors_of(device: Any) -> int:
     """Those among which kernels share their work on a tensor's device, see :func:`sm_count`;
     without a GPU, of an H200."""
     if device.type != "cuda" or not cuda_available():
-        return min(_ASSUMED_MULTIPROCESSORS, most_multiprocessors() or _ASSUMED_MULTIPROCESSORS)
+        return _shared_of(_ASSUMED_MULTIPROCESSORS)
     return sm_count(device.index or 0)
 
 

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from ..common.epilogue import halves_in_turn
 from ..common.expert_matrices import ExpertMatrices
 from ..common.grouped_reductions import GroupedReductions
-from ..common.grouped_tiles import GroupedTiles, GroupTile
+from ..common.grouped_tiles import GroupedTiles, GroupTile, most_row_tiles
 from ..common.modes import gemm_modes, operand_batch_last
 from ..common.threads import GROUP
 from ..common.work_split import COUNTER_BYTES
@@ -167,9 +167,7 @@ class GroupedGemm(ScheduledGemm):
         else:
             mA, mB, mD = gemm_modes(mA, mB, mD)
         mA, mB, mD, mR, operands = self._modes(mA, mB, mD, operands)
-        row_tiles = cutlass.min(
-            rows, (rows + groups * (self.rows_per_tile - 1)) // self.rows_per_tile
-        )
+        row_tiles = most_row_tiles(rows, groups, self.rows_per_tile)
         tiles = row_tiles * self._tiles_across((mA.shape[0], mB.shape[0]))
         clusters = cutlass.max(tiles, 1)
         if const_expr(self.cluster_k == 1):
@@ -456,19 +454,15 @@ class GroupedGemm(ScheduledGemm):
                 *(storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
             )
             origin = (0, tile.first_row) if self.swap_ab else (tile.first_row, 0)
-            where = (*destination, origin, indices[1])
+            beside = {"origin": origin, "rows": indices[1]}
             if const_expr(self.cluster_k == 1):
-                self._write(consumer, accumulators, *where)
+                self.output.write(consumer, accumulators, *destination, **beside)
             else:
                 if self._combine(consumer, accumulators, None, None, storage):
-                    self._write(consumer, accumulators, *where)
+                    self.output.write(consumer, accumulators, *destination, **beside)
             index, position = self._next_to_multiply(queue, index, position)
             is_tile, tile, state = tiles.find(state, index)
         self.output.drain()
-
-    def _write(self, consumer, accumulators, *where):
-        *destination, origin, rows = where
-        self.output.write(consumer, accumulators, *destination, origin=origin, rows=rows)
 
     @cute.jit
     def _multiply_rows(self, left, *work):

@@ -328,6 +328,19 @@ TAKEN = ("plain", "weighted", "picked", "listed", "swiglu", "dswiglu", "summed",
 ADDED_TO = ("accumulated", "accumulated, listed")
 
 
+def check_and_repeat(kernel, args):
+    """It is right, and gives the same bits 50 times."""
+    verdict = ka.verify(kernel, args)
+    assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+    first = {name: packed(part.tensor) for name, part in parts_of(args)}
+    artifact = kernel.compile(args)
+    for _ in range(50):
+        kernel.run(args, artifact)
+    for name, part in parts_of(args):
+        same = same_bits(packed(part.tensor), first[name])
+        assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
+
+
 def takers(args):
     """The kernels whose clusters take tiles as they become free."""
     found = ka.get_kernels(args, providers=["cutedsl"])
@@ -341,15 +354,7 @@ def takers(args):
 def test_results_do_not_depend_on_who_takes_which_tile(case, sizes):
     args = CASES[case](Draw(TAKEN_SIZES[sizes], N=1152, K=520))
     for kernel in takers(args):
-        verdict = ka.verify(kernel, args)
-        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
-        first = {name: packed(part.tensor) for name, part in parts_of(args)}
-        artifact = kernel.compile(args)
-        for _ in range(50):
-            kernel.run(args, artifact)
-        for name, part in parts_of(args):
-            same = same_bits(packed(part.tensor), first[name])
-            assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
+        check_and_repeat(kernel, args)
 
 
 @pytest.mark.parametrize("sizes", TAKEN_SIZES)
@@ -377,33 +382,23 @@ CUT = (*TAKEN[:5], "listed swiglu", "dswiglu", "hadamard", "quantized")
 def cutters(args):
     """The kernels whose clusters have the parts of a tile along K."""
     found = ka.get_kernels(args, providers=["cutedsl"])
-    return [k for k in found if k.metadata.design.cluster_shape[2] > 1]
+    cutting = [k for k in found if k.metadata.design.cluster_shape[2] > 1]
+    assert bool(cutting) == (torch.cuda.get_device_capability() == HOPPER)
+    return cutting
 
 
 @pytest.mark.parametrize("sizes", CUT_SIZES)
 @pytest.mark.parametrize("case", CUT)
 def test_clusters_add_up_the_parts_of_their_tile(case, sizes):
     args = CASES[case](Draw(CUT_SIZES[sizes], N=320, K=2056))
-    found = cutters(args)
-    assert bool(found) == (torch.cuda.get_device_capability() == HOPPER)
-    for kernel in found:
-        verdict = ka.verify(kernel, args)
-        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
-        first = {name: packed(part.tensor) for name, part in parts_of(args)}
-        artifact = kernel.compile(args)
-        for _ in range(50):
-            kernel.run(args, artifact)
-        for name, part in parts_of(args):
-            same = same_bits(packed(part.tensor), first[name])
-            assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
+    for kernel in cutters(args):
+        check_and_repeat(kernel, args)
 
 
 @pytest.mark.parametrize("mode", ["none", "tensor", "rows", "blocks"])
 def test_clusters_add_up_parts_of_8_bit_floats(mode):
     args = scaled(mode, (0, 130, 7, 0), 320, 4112, BF16)
-    found = cutters(args)
-    assert bool(found) == (torch.cuda.get_device_capability() == HOPPER)
-    for kernel in found:
+    for kernel in cutters(args):
         verdict = ka.verify(kernel, args)
         assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 

@@ -128,14 +128,9 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     def _reads_early(self) -> bool:
         return False
 
-    @property
-    def _rows_per_tile(self) -> int:
-        """Of a cluster's tiles."""
-        return self._design.tile_shape[0] * self._design.cluster_shape[0]
-
     @cached_property
     def row_tiles(self) -> RowTiles:
-        design, rows = self._design, self._rows_per_tile
+        design, rows = self._design, self._design.rows_per_tile
         passes_over = design.takes_tiles and not design.swap_ab
         return RowTiles(rows, _BLOCK_ROWS if passes_over else rows)
 
@@ -153,7 +148,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
-        if self.candidate.meets and _has_groups_of(self._rows_per_tile + 1, args):
+        if self.candidate.meets and _has_groups_of(self._design.rows_per_tile + 1, args):
             factor *= _SEVERAL
         if math.prod(self._design.cluster_shape) == 1:
             factor *= self._alone(args, waits, constants.alone)
@@ -164,7 +159,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
         most: Where many read the same columns of B: at one time on an empty GPU alone.
         """
-        design, rows = self._design, self._rows_per_tile
+        design, rows = self._design, self._design.rows_per_tile
         if not design.takes_tiles or design.swap_ab:
             others: float = told_apart(args.T) / (args.L * rows) - 1
             return 1 + (most - 1) * min(max(others, 0.0) / _MANY_OTHERS, 1.0)

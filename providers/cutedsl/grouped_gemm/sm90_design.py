@@ -25,12 +25,16 @@ class Sm90GroupedGemmDesign(Sm90GemmDesign):
 
     scheduler: str = "static"
 
+    @property
+    def rows_per_tile(self) -> int:
+        """Of a cluster's tiles."""
+        return self.tile_shape[0] * self.cluster_shape[0]
+
     def most_clusters(self, args: Any) -> int:
         """Where groups may end anywhere."""
         if args.ragged == "K":
             return super().most_clusters(args)
-        rows = self.tile_shape[0] * self.cluster_shape[0]
-        return most_row_tiles(args.T, args.L, rows) * self.clusters(1, args.N, 1)
+        return most_row_tiles(args.T, args.L, self.rows_per_tile) * self.clusters(1, args.N, 1)
 
     @property
     def takes_tiles(self) -> bool:
