@@ -134,7 +134,10 @@ class Gemm(GemmProducer, GemmConsumer):
         space = self._reduction_space(extents, batches, order, clusters, workspace)
         grid = grid_of(clusters, max_clusters)
         known = self._copies(order, split)
-        self._launch(mA, mB, mD, operands, (mR, space), scales, order, split, grid, stream)
+        self._launch(
+            *(mA, mB, mD, operands, (mR, space), scales, order, split, grid, stream),
+            counter=self._counter(workspace),
+        )
         if const_expr(self.parallel):
             self.parallel_sums.launch(mD, operands, extents, *known, stream)
 
@@ -454,6 +457,10 @@ class Gemm(GemmProducer, GemmConsumer):
             barrier_storage=storage.turns.data_ptr(),
             defer_sync=True,
         )
+
+    def _counter(self, workspace: Int64):
+        """The address of the one that tiles are taken from; None without."""
+        return
 
     def _make_queue(self, storage, counter):
         """Of numbers of tiles that are taken from a counter; None where they are not."""

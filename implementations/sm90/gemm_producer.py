@@ -1,6 +1,7 @@
 """How a product for Hopper brings A and B to its consumers."""
 
 from fractions import Fraction
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -100,8 +101,7 @@ class GemmProducer(GemmPlan):
         """One warp: every stage of every tile of this block, in order. It knows where to begin by
         the time that it may load."""
         tile_m, _, tile_k = self.tile_shape
-        block_m, block_n, _ = cute.arch.block_idx()
-
+        block_n = cute.arch.block_idx()[1]
         gA = cute.local_tile(mA, (tile_m, tile_k), (None, None, None))
         # Blocks of the cluster that load parts of one tile are told apart by their coordinate.
         tAsA, tAgA = self._partition_load(tma_a, sA, gA, block_n, self.cluster_shape[1])
@@ -109,27 +109,66 @@ class GemmProducer(GemmPlan):
         extents = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
         pieces = self._pieces(tma_edges, (sA, sB))
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        first, end, step = begin[0]
-        of_cluster_m, of_cluster_n, batch = begin[1]
-        for tile in cutlass.range(first, end, step, unroll=1):
-            first_k, count = self._k_range(k_tiles, split, tile, batch)
-            m = of_cluster_m * self.cluster_shape[0] + block_m
-            n = of_cluster_n * self.cluster_shape[1] + block_n
-            gB = self._columns_of_tile(mB, n, batch)
-            tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
-            loads = (
-                *(tma_a, tAgA[None, m, None, batch], tAsA),
-                *(tma_b, tBgB, tBsB),
-                *(masks, first_k, count, pipeline_ab),
-            )
-            edges, bytes_inside = self._edges_of(pieces, (m, n), batch, extents)
-            if tile == first:
-                self._await_inputs(leaves_room)
-            stage = self._load_inside(loads, edges, bytes_inside, stage)
-            of_cluster_m, of_cluster_n, batch = order.coordinates(tile + step)
+        work = (
+            *(tma_a, tAgA, tAsA, tma_b, mB, sB, masks, pipeline_ab),
+            *(k_tiles, split, pieces, extents, leaves_room, queue),
+        )
+        stage = self._produce_tiles(*begin, order, queue, stage, work)
         if const_expr(self.cluster_k == 1):
             # Others of the cluster still signal this one's barriers: stay until they are done.
             pipeline_ab.producer_tail(stage)
+
+    @cute.jit
+    def _produce_tiles(self, tiles, place, order, queue, stage, work):
+        """All of this block; place: coordinates of the first one. Returns the stage behind them."""
+        first, end, step = tiles
+        for tile in cutlass.range(first, end, step, unroll=1):
+            stage, _ = self._produce_tile(tile, place, tile == first, stage, *work)
+            place = order.coordinates(tile + step)
+        return stage
+
+    @cute.jit
+    def _produce_tile(
+        self,
+        tile,
+        place,
+        begins,
+        stage,
+        tma_a,
+        tAgA,
+        tAsA,
+        tma_b,
+        mB,
+        sB,
+        masks,
+        pipeline_ab,
+        k_tiles,
+        split,
+        pieces,
+        extents,
+        leaves_room,
+        queue,
+    ):
+        """(the stage behind a tile, what `_load_and_ask` has of the next one); begins: whether it
+        is the first one of this block."""
+        block_m, block_n, _ = cute.arch.block_idx()
+        of_cluster_m, of_cluster_n, batch = place
+        first_k, count = self._k_range(k_tiles, split, tile, batch)
+        m = of_cluster_m * self.cluster_shape[0] + block_m
+        n = of_cluster_n * self.cluster_shape[1] + block_n
+        gB = self._columns_of_tile(mB, n, batch)
+        tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
+        loads = tma_a, tAgA[None, m, None, batch], tAsA, tma_b, tBgB, tBsB, masks, pipeline_ab
+        edges, bytes_inside = self._edges_of(pieces, (m, n), batch, extents)
+        if begins:
+            self._await_inputs(leaves_room)
+        load = partial(self._load_inside, loads, edges, bytes_inside)
+        return self._load_and_ask(queue, load, first_k, count, stage)
+
+    def _load_and_ask(self, queue, load, first_k, count, state) -> tuple:
+        """(what `load` returns of the last k tiles, nothing: no tile is asked for); load: takes the
+        first of some k tiles, their number and what it returned before."""
+        return load(first_k, count, state), None
 
     def _columns_of_tile(self, mB, n, batch):
         """Its k tiles, with all columns that are loaded."""
@@ -173,21 +212,22 @@ class GemmProducer(GemmPlan):
         return tuple(edges), bytes_inside
 
     @cute.jit
-    def _load_inside(self, loads, edges, bytes_inside, stage, cut=()):
+    def _load_inside(self, loads, edges, bytes_inside, first_k, count, stage, cut=()):
         """`_load_tile`, in a loop for each of the cases: one that asks in every step takes longer
         than the loads of few rows. cut: of A, then of B: their edge if they have one, or None."""
+        steps = first_k, count
         if const_expr(len(cut) == 2):
-            stage = self._load_tile(*loads, stage, edges=cut, bytes_inside=bytes_inside)
+            stage = self._load_tile(*loads, *steps, stage, edges=cut, bytes_inside=bytes_inside)
         elif const_expr(edges[len(cut)] is None):
-            stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, None))
+            stage = self._load_inside(loads, edges, bytes_inside, *steps, stage, (*cut, None))
         else:
             edge = edges[len(cut)]
             if const_expr(self.edge_loads[len(cut)].always):
-                stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, edge))
+                stage = self._load_inside(loads, edges, bytes_inside, *steps, stage, (*cut, edge))
             elif edge.inside == self.edge_loads[len(cut)].pieces:
-                stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, None))
+                stage = self._load_inside(loads, edges, bytes_inside, *steps, stage, (*cut, None))
             else:
-                stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, edge))
+                stage = self._load_inside(loads, edges, bytes_inside, *steps, stage, (*cut, edge))
         return stage
 
     def _multicast_masks(self, cluster_layout) -> tuple:
@@ -211,15 +251,15 @@ class GemmProducer(GemmPlan):
         tBgB,
         tBsB,
         masks,
+        pipeline_ab,
         first_k,
         count,
-        pipeline_ab,
         stage,
         descriptors=(None, None),
         edges=(None, None),
         bytes_inside=None,
     ):
-        """The k tiles of an output tile, one stage each; returns the stage behind them.
+        """Some k tiles of an output tile, one stage each; returns the stage behind them.
 
         descriptors: Of A and B, in place of those of the tensors as a whole; edges: of
         those that are not whole; bytes_inside: of a stage, if any is not.

@@ -1,6 +1,7 @@
 """Grouped matrix products for Hopper."""
 
 from fractions import Fraction
+from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -262,9 +263,9 @@ class GroupedGemm(ScheduledGemm):
             a, b = rows, of_group
             if const_expr(self.swap_ab):
                 a, b, own = b, a, own[::-1]
-            part = self._part(k_tiles)
-            stage = self._load_tile(*a, *b, masks, *part, pipeline_ab, stage, own)
-            index, position = self._next_to_load(queue, index, position)
+            load = partial(self._load_tile, *a, *b, masks, pipeline_ab, descriptors=own)
+            stage, answer = self._load_and_ask(queue, load, *self._part(k_tiles), stage)
+            index, position = self._next_to_load(queue, index, position, answer)
             is_tile, tile, state = tiles.find(state, index)
         if const_expr(queue is not None):
             self._finish_loading(queue, index, tiles.count(state), position)
@@ -308,22 +309,15 @@ class GroupedGemm(ScheduledGemm):
             sources = rows.sources(mA, row_index, first, tile.end_row, thread)
             _, tBgB, tBsB = self._weights_of(weights, tile)
             descriptor = self._descriptor(descriptors, tile)
-            first_k, count = self._part(k_tiles)
-            for k in cutlass.range(first_k, first_k + count, unroll=1):
-                if warp == 0:
-                    pipeline_ab.producer_acquire(stage)
-                    full = pipeline_ab.producer_get_barrier(stage)
-                    b = tBgB[None, k], tBsB[None, stage.index]
-                    cute.copy(tma_b, *b, **tma_copy_options(full, b_mask, descriptor))
-                else:
-                    pipeline_ab.sync_object_empty.wait(stage.index, stage.phase)
-                target = sA.iterator.toint() + stage.index * (rows.rows * ROW_BYTES)
-                rows.copy(sources, k, mA.shape[1], target, thread)
-                if begun >= behind:
-                    tell(self._full_before(pipeline_ab, stage, behind), behind)
-                begun += 1
-                stage.advance()
-            index, position = self._next_to_load(queue, index, position)
+            load = partial(
+                self._gather_steps,
+                *(sources, mA.shape[1], sA, tma_b, tBgB, tBsB),
+                *(b_mask, descriptor, pipeline_ab),
+            )
+            (stage, begun), answer = self._load_and_ask(
+                queue, load, *self._part(k_tiles), (stage, begun)
+            )
+            index, position = self._next_to_load(queue, index, position, answer)
             is_tile, tile, state = tiles.find(state, index)
         for before in cutlass.range_constexpr(behind, 0, -1):
             if begun >= before:
@@ -332,6 +326,43 @@ class GroupedGemm(ScheduledGemm):
             self._finish_loading(queue, index, tiles.count(state), position)
         if warp == 0:
             self._stay(pipeline_ab, stage)
+
+    @cute.jit
+    def _gather_steps(
+        self,
+        sources,
+        size_k,
+        sA,
+        tma_b,
+        tBgB,
+        tBsB,
+        b_mask,
+        descriptor,
+        pipeline_ab,
+        first_k,
+        count,
+        state,
+    ):
+        """Some k tiles of a tile; state: (the stage of the first, stages begun before)."""
+        stage, begun = state
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rows, behind = self._row_gather, stages_behind(self.stages)
+        for k in cutlass.range(first_k, first_k + count, unroll=1):
+            if warp == 0:
+                pipeline_ab.producer_acquire(stage)
+                full = pipeline_ab.producer_get_barrier(stage)
+                b = tBgB[None, k], tBsB[None, stage.index]
+                cute.copy(tma_b, *b, **tma_copy_options(full, b_mask, descriptor))
+            else:
+                pipeline_ab.sync_object_empty.wait(stage.index, stage.phase)
+            target = sA.iterator.toint() + stage.index * (rows.rows * ROW_BYTES)
+            rows.copy(sources, k, size_k, target, thread)
+            if begun >= behind:
+                tell(self._full_before(pipeline_ab, stage, behind), behind)
+            begun += 1
+            stage.advance()
+        return stage, begun
 
     def _part(self, k_tiles):
         """(first k tile, number of them) that this block has of each of its tiles."""
@@ -422,7 +453,7 @@ class GroupedGemm(ScheduledGemm):
         if const_expr(self.passes_over):
             accumulators.fill(0.0)  # of rows that are never written
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        index, position = self._first_to_multiply(queue, consumer)
+        index, position = self._first_to_multiply(queue, consumer, self._cluster())
         turn = None
         if const_expr(self.pingpong):
             turn = turns.state

@@ -1,6 +1,7 @@
 """Grouped matrix products for Hopper, summed over each group: gradients of weights."""
 
 from dataclasses import replace
+from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -144,23 +145,23 @@ class GroupedSumGemm(ScheduledGemm):
         if const_expr(queue is None):
             first, end, step = self._tiles(order, offsets)
             for tile in cutlass.range(first, end, step, unroll=1):
-                stage = self._load_sum(tile, order, offsets, *loads, *how, stage)
+                stage, _ = self._load_sum(tile, order, offsets, *loads, *how, stage, queue)
         else:
             longest_first = LongestFirst(offsets)
             taken_in = longest_first, longest_first.places(), order
             tile, position = self._first_in_order(queue, taken_in)
             while tile < order.total:
-                stage = self._load_sum(tile, order, offsets, *loads, *how, stage)
-                tile, position = self._next_to_load(queue, tile, position, taken_in)
+                stage, answer = self._load_sum(tile, order, offsets, *loads, *how, stage, queue)
+                tile, position = self._next_to_load(queue, tile, position, answer, taken_in)
             self._finish_loading(queue, tile, order.total, position)
         # The other block of the cluster still signals this one's barriers: stay until it is done.
         pipeline_ab.producer_tail(stage)
 
     @cute.jit
     def _load_sum(
-        self, tile, order, offsets, tma_a, mA, sA, tma_b, mB, sB, masks, pipeline_ab, stage
+        self, tile, order, offsets, tma_a, mA, sA, tma_b, mB, sB, masks, pipeline_ab, stage, queue
     ):
-        """The k tiles of a tile; returns the stage behind them."""
+        """The k tiles of a tile, see `_load_and_ask`."""
         tile_m, tile_n, tile_k = self.tile_shape
         block_m, block_n, _ = cute.arch.block_idx()
         m, n, group = order.coordinates(tile)
@@ -171,10 +172,9 @@ class GroupedSumGemm(ScheduledGemm):
         gB = cute.local_tile(mB_group, (tile_n, tile_k), (n, None, 0, 0))
         tAsA, tAgA = self._partition_load(tma_a, sA, gA, block_n, self.cluster_shape[1])
         tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
-        return self._load_tile(
-            *(tma_a, tAgA, tAsA, tma_b, tBgB, tBsB),
-            *(masks, Int32(0), self._k_tiles(first, end), pipeline_ab, stage),
-        )
+        of_tile = tma_a, tAgA, tAsA, tma_b, tBgB, tBsB
+        load = partial(self._load_tile, *of_tile, masks, pipeline_ab)
+        return self._load_and_ask(queue, load, Int32(0), self._k_tiles(first, end), stage)
 
     @cute.jit
     def _first_in_order(self, queue, order) -> tuple:

@@ -1,10 +1,11 @@
 """Which tiles the blocks of a grouped product for Hopper compute, and when they know."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from .gemm import Gemm
-from .tile_queue import MOST_STAGES, TileQueue, counter_of
+from .tile_queue import EARLY, MOST_STAGES, TileQueue, counter_of
 
 _NO_TILE = (1 << 31) - 1  # a number behind those of all tiles
 
@@ -37,7 +38,6 @@ class ScheduledGemm(Gemm):
         return
 
     def _counter(self, workspace: Int64):
-        """The address of the one that tiles are taken from; None without."""
         return counter_of(workspace) if self.dynamic else None
 
     def _make_queue(self, storage, counter):
@@ -77,13 +77,28 @@ class ScheduledGemm(Gemm):
         return self._cluster(), None if queue is None else Int32(0)
 
     @cute.jit
-    def _next_to_load(self, queue, index, position, order=None) -> tuple:
-        """The same of the next tile; order: in which tiles are taken, see `_in_order`."""
+    def _load_and_ask(self, queue, load, first_k, count, state) -> tuple:
+        """The same, and what the counter answers who asks for the next tile."""
+        answer = Int32(0)
+        if const_expr(queue is None):
+            state = load(first_k, count, state)
+        else:
+            before = cutlass.max(count - EARLY, 0)
+            state = load(first_k, before, state)
+            if self._leads():
+                answer = queue.ask()
+            state = load(first_k + before, count - before, state)
+        return state, answer
+
+    @cute.jit
+    def _next_to_load(self, queue, index, position, answer, order=None) -> tuple:
+        """The same of the next tile; answer: to who asked for it; order: in which tiles are taken,
+        see `_in_order`."""
         if const_expr(queue is None):
             index = self._following(index, 1)
         else:
             if self._leads():
-                index = self._in_order(queue.take(), order)
+                index = self._in_order(queue.taken(answer), order)
                 queue.put(index, position)
             else:
                 index = queue.read(position)
@@ -110,9 +125,10 @@ class ScheduledGemm(Gemm):
         return
 
     @cute.jit
-    def _first_to_multiply(self, queue, consumer) -> tuple:
-        """(number of the consumer's tile, position in the queue of its next one)"""
-        index, position = self._cluster(), None
+    def _first_to_multiply(self, queue, consumer, index) -> tuple:
+        """(number of the consumer's tile, position in the queue of its next one); index: of the
+        first tile of the cluster."""
+        position = None
         if const_expr(queue is None):
             if const_expr(self.pingpong):
                 index += consumer * self._clusters()

@@ -1,12 +1,12 @@
 """Tiles that clusters take as they become free, in place of every so many.
 
 A cluster begins with the tile of its own number. The number of each further one it takes from a
-counter in the workspace, as soon as the loads of the last one are issued: no tile waits behind a
-long one while other clusters are free, and the stages that are loaded by then hide the time that
-the counter takes. One warp of the cluster takes numbers, its leader; a ring in the shared memory of
-each block brings them to all others that need them.
+counter in the workspace, close to the end of the last one, so that no tile waits behind a long one
+while other clusters are free. The counter answers while the last `EARLY` steps are loaded: stages
+that are loaded by then hide less than it takes. One warp of the cluster takes numbers, its leader;
+a ring in the shared memory of each block brings them to all others that need them.
 
-Nobody tells that a number has been read. The leader takes one behind the loads of the tile before,
+Nobody tells that a number has been read. The leader puts one behind the loads of the tile before,
 so all but the last `stages` tiles have been multiplied, and their numbers read, by every consumer
 of the cluster that they were loaded for; the ring has more slots than that.
 
@@ -28,6 +28,7 @@ SLOTS = 16
 #: position apart, that there is no further tile.
 MOST_STAGES = SLOTS - 2
 BYTES = SLOTS * (8 + 4)
+EARLY = 8
 
 _NUMBER_BYTES = 4
 
@@ -66,12 +67,25 @@ class TileQueue:
                     cute.arch.mbarrier_init(self.barriers + slot, 1)
 
     @cute.jit
-    def take(self) -> Int32:
-        """The number of the next tile of the cluster; by the leader."""
-        number = Int32(0)
+    def ask(self) -> Int32:
+        """For the next number, by the leader: the counter's answer, which the first lane has when
+        it comes. Nobody waits for it before `taken`.
+
+        ptxas would wait for an addition: it makes one of those of all lanes that are there, and
+        hands out shares of the answer. An increment it leaves alone."""
+        answer = Int32(0)
         if cute.arch.lane_idx() == 0:
-            number = self.clusters + cute.arch.atomic_add(self._counter().llvm_ptr, Int32(1))
-        return cute.arch.shuffle_sync(number, offset=0)
+            answer = cute.arch.inline_ptx(
+                "atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], 0x7fffffff;",
+                write_only_types=[Int32],
+                read_only_args=[self.counter],
+            )
+        return answer
+
+    @cute.jit
+    def taken(self, answer: Int32) -> Int32:
+        """The number of the next tile of the cluster."""
+        return self.clusters + cute.arch.shuffle_sync(answer, offset=0)
 
     @cute.jit
     def put(self, number: Int32, position: Int32):

@@ -176,8 +176,6 @@ class FusedGemm(SplitGemm):
 
     def workspace_for(self, *tensors: Any) -> int:
         size = super().workspace_for(*tensors)
-        if not isinstance(self.metadata.epilogue, Graph):
-            return size
         A, B, _ = (tensor.shape for tensor in tensors)
         return self._with_reductions(size, A[-2], B[-1], A[0] if len(A) == 3 else 1)
 
@@ -186,7 +184,7 @@ class FusedGemm(SplitGemm):
         return self._with_reductions(size, args.M, args.N, args.L)
 
     def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
-        """Behind what a split takes: the parts of what an epilogue reduces."""
+        """With the parts of what an epilogue reduces, behind what else is taken."""
         parts = self._reductions(M, N, L)[1]
         return max(size, ZEROED) + PART_BYTES * parts if parts else size
 

@@ -7,6 +7,7 @@ from math import gcd
 from typing import Any, ClassVar
 
 from kernel_api._cached_property import cached_property
+from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import GemmArguments
 from kernel_api.arguments.scaled import BLOCK
 from kernel_api.devices import multiprocessors_of
@@ -243,6 +244,16 @@ class Sm90GemmFamily(ModelledGemm):
         dealt_out = design.swap_ab and row_pairs(graph) not in (None, QUAD)
         return operands.B.unit_mode == -2 or not dealt_out
 
+    @property
+    def counters(self) -> int:
+        """Tiles are taken from the last one."""
+        return super().counters - (1 if self._design.takes_tiles else 0)
+
+    def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
+        """And with the counter that tiles are taken from."""
+        counted = ZEROED if self._design.takes_tiles else 0
+        return super()._with_reductions(max(size, counted), M, N, L)
+
     @cached_property
     def repacked(self) -> tuple[bool, bool]:
         """Whether A and B are copied to where TMA can read them."""
@@ -251,11 +262,12 @@ class Sm90GemmFamily(ModelledGemm):
     def _implementation(
         self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = ()
     ) -> Callable[..., None]:
+        from kernel_api.implementations.sm90.dynamic_gemm import DynamicGemm
         from kernel_api.implementations.sm90.gemm import Gemm
 
         design, operands = self._design, self.metadata.operands
         return self._built(
-            Gemm,
+            DynamicGemm if design.takes_tiles else Gemm,
             more_outputs,
             others,
             parallel=design.parallel,
@@ -472,7 +484,7 @@ class Sm90Gemm(Sm90GemmFamily):
         )
         for out in ("f16 | bf16 | f32", "e4m3 | e5m2")
     )
-    space = Space(*sm90_design.points(sm90_design.ALL, operand_bytes=2))
+    space = Space(*sm90_design.points((*sm90_design.ALL, *sm90_design.TAKEN), operand_bytes=2))
 
 
 @CuTeDSLProvider.register

@@ -17,6 +17,8 @@ SHARED_MEMORY_BYTES = 227 * 1024
 SUBTILE = (64, 32)
 _BARRIER_BYTES = 16
 _FLAG_BYTES = 32
+#: A ring of 16 tile numbers, each with an mbarrier.
+_RING_BYTES = 16 * (8 + 4)
 
 #: Of every operand row that a tile holds, or half of them: a swizzle of shared memory.
 ROW_BYTES = 128
@@ -56,6 +58,8 @@ class Sm90GemmDesign(SplitDesign):
             multiprocessors, instead of by the CTA that comes last to a tile.
         dependent_launch: Whether CTAs may start while the kernel before still ends, and let those
             of the next one do so where there is room (programmatic dependent launch).
+        scheduler: ``static``: a cluster has every so many tiles; ``dynamic``: it takes another one
+            as soon as it is free, from a counter in the workspace.
     """
 
     schedule: str = "cooperative"
@@ -65,6 +69,7 @@ class Sm90GemmDesign(SplitDesign):
     even_k: bool = False
     parallel: bool = False
     dependent_launch: bool = True
+    scheduler: str = "static"
 
     @property
     def kernel_tile(self) -> tuple[int, int, int]:
@@ -99,6 +104,14 @@ class Sm90GemmDesign(SplitDesign):
         return super().meets_in_workspace or self.even_k
 
     @property
+    def takes_tiles(self) -> bool:
+        return self.scheduler == "dynamic"
+
+    @property
+    def uses_workspace(self) -> bool:
+        return super().uses_workspace or self.takes_tiles
+
+    @property
     def summing_groups(self) -> int:
         return self.consumers
 
@@ -114,7 +127,7 @@ class Sm90GemmDesign(SplitDesign):
     @property
     def fixed_bytes(self) -> int:
         """Of shared memory, however many stages there are."""
-        return _FLAG_BYTES
+        return _FLAG_BYTES + (_RING_BYTES if self.takes_tiles else 0)
 
     def loaded_columns(self, contiguous: bool) -> int:
         """Columns of the product whose operand a stage holds. Of 16 bits and contiguous along them,
@@ -167,6 +180,8 @@ class Sm90GemmDesign(SplitDesign):
             parts.append("parallel")
         if not self.dependent_launch:
             parts.append("independent")
+        if self.takes_tiles:
+            parts.append("dynamic")
         return "_".join(parts)
 
 
@@ -362,6 +377,16 @@ _EVEN = (
     "64x64 2x2 even parallel",
     "64x64 1x1x8 split8 even deep",
     "16x64 1x1x8 swap split8 even deep",
+)
+
+#: For many tiles beside another kernel, which has some of the multiprocessors.
+TAKEN = (
+    "128x256 2x1 dynamic",
+    "256x128 1x2 swap dynamic",
+    "128x160 2x1 pingpong dynamic",
+    "144x128 1x2 pingpong swap dynamic",
+    "128x128 2x1 pingpong dynamic",
+    "128x128 1x2 pingpong dynamic",
 )
 
 ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS, *_FEW_COLUMNS, *_MEETING, *_EVEN)

@@ -44,6 +44,10 @@ class SplitDesign(BLASDesignMetadata):
         return self.splits and self.cluster_shape[2] == 1
 
     @property
+    def uses_workspace(self) -> bool:
+        return self.meets_in_workspace
+
+    @property
     def cluster_size(self) -> int:
         return prod(self.cluster_shape)
 
@@ -112,13 +116,13 @@ class SplitGemm(CuteDslGemm):
     @cached_property
     def takes_more(self) -> bool:
         scaled = any(tensor.scale is not None for tensor in self.metadata.operands.tensors.values())
-        return scaled or self._design.meets_in_workspace
+        return scaled or self._design.uses_workspace
 
     def more_values(self, args: Any) -> dict[str, Any]:
         return {f"{name}_scale": scale for name, scale in aligned_scales(args).items()}
 
     def workspace_for(self, *tensors: Any) -> int:
-        if not self._design.meets_in_workspace:
+        if not self._design.uses_workspace:
             return 0
         A, B, _ = (tensor.shape for tensor in tensors)
         L = A[0] if len(A) == 3 else 1

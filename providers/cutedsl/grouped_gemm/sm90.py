@@ -49,7 +49,7 @@ _TAKEN = 0.9956
 _ALONE = 1.03
 #: The same of tiles of so many rows and columns, if groups have less than so many rows: clusters of
 #: narrower ones load no less then, and read more of shared memory.
-_WIDE, _FEW_ROWS, _ALONE_IN_FEW = (128, 256), 384, 0.96
+_WIDE, _FEW_ROWS, _ALONE_IN_FEW = (128, 256), 384, 0.99
 #: Tiles of a group beside one, on average, that are many to read the same columns of B.
 _MANY_OTHERS = 3
 #: Of tiles of so many columns, where consumers take turns and wait for loads alone: one stage fewer
@@ -108,15 +108,6 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     def _(args: GroupedGemmArguments) -> bool | Miss:
         empty = [name for name in ("T", "M", "N", "K") if getattr(args, name) == 0]
         return Miss(f"{empty[0]} is 0") if empty else True
-
-    @property
-    def counters(self) -> int:
-        """Tiles are taken from the last one."""
-        return super().counters - (1 if self._design.scheduler == "dynamic" else 0)
-
-    def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
-        counted = ZEROED if self._design.scheduler == "dynamic" else 0
-        return super()._with_reductions(max(size, counted), M, N, L)
 
     def _built(
         self, gemm: Any, more_outputs: tuple[Any, ...], others: tuple[Any, ...], **options: Any

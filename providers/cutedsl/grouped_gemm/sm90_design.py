@@ -10,20 +10,10 @@ from kernel_api.providers.cutedsl.gemm import sm90_design
 from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
 from kernel_api.providers.cutedsl.grouped_gemm.base import most_row_tiles
 
-#: Of shared memory: a ring of 16 tile numbers, each with an mbarrier.
-_RING_BYTES = 16 * (8 + 4)
-
 
 @dataclass(frozen=True)
 class Sm90GroupedGemmDesign(Sm90GemmDesign):
-    """A :class:`Sm90GemmDesign` that also says how clusters get their tiles.
-
-    Attributes:
-        scheduler: ``static``: a cluster has every so many; ``dynamic``: it takes another one as
-            soon as it is free, from a counter in the workspace.
-    """
-
-    scheduler: str = "static"
+    """A :class:`Sm90GemmDesign` whose tiles end with their group."""
 
     @property
     def rows_per_tile(self) -> int:
@@ -35,17 +25,6 @@ class Sm90GroupedGemmDesign(Sm90GemmDesign):
         if args.ragged == "K":
             return super().most_clusters(args)
         return most_row_tiles(args.T, args.L, self.rows_per_tile) * self.clusters(1, args.N, 1)
-
-    @property
-    def takes_tiles(self) -> bool:
-        return self.scheduler == "dynamic"
-
-    @property
-    def fixed_bytes(self) -> int:
-        return super().fixed_bytes + (_RING_BYTES if self.takes_tiles else 0)
-
-    def label(self) -> str:
-        return super().label() + ("_dynamic" if self.takes_tiles else "")
 
 
 # What takes tiles stands behind what has a static share of them: the first of those that are
