@@ -351,6 +351,7 @@ class Sm90GemmFamily(ModelledGemm):
             ahead=self._promotes_ahead(),
             in_pieces=self._writes_pieces(),
             reads_early=self._reads_early(),
+            taken=design.takes_tiles,
         )
 
     def _reads_early(self) -> bool:
@@ -409,6 +410,10 @@ def _are_at_most(each: float, design: Sm90GemmDesign, args: GemmArguments) -> bo
     tiles = design.clusters(args.M, args.N, args.L)
     resident = design.resident(multiprocessors_of(args.device))
     return tiles <= each * resident or Miss(f"there are {tiles} for {resident}")
+
+
+def _reduces(graph: Graph | None) -> bool:
+    return graph is not None and any(node.op == "reduce" for node in graph.nodes)
 
 
 def _split(design: Sm90GemmDesign) -> int | str | None:
@@ -486,6 +491,11 @@ class Sm90Gemm(Sm90GemmFamily):
     )
     space = Space(*sm90_design.points((*sm90_design.ALL, *sm90_design.TAKEN), operand_bytes=2))
 
+    carries_sums = Rule(
+        "clusters that take tiles carry no sums from one to the next",
+        lambda design, graph: not (design.takes_tiles and _reduces(graph)),
+    )
+
 
 @CuTeDSLProvider.register
 class Sm90Tf32Gemm(Sm90GemmFamily):
@@ -558,8 +568,11 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
             *(({**scales, "out": "per_tensor"}, "e4m3 | e5m2") for scales in OF_SUMS),
         )
     )
-    space = Space(*sm90_design.points(sm90_design.PROMOTED, operand_bytes=1))
+    space = Space(
+        *sm90_design.points((*sm90_design.PROMOTED, *sm90_design.PROMOTED_TAKEN), operand_bytes=1)
+    )
 
+    carries_sums = Sm90Gemm.carries_sums
     scales_of_rows = Rule(
         "scales per block of more than 32 rows of A, as columns of the instruction, take longer "
         "than their products",

@@ -43,8 +43,8 @@ _DESCRIPTOR_BYTES = 128
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
 # Factors on the time that the model of dense products has, measured on an H200.
-#: Where clusters take their tiles.
-_TAKEN = 0.9956
+#: Of sums that take their tiles, where that is no faster than a static share.
+_AS_LONG = 1.006
 #: Where blocks in no cluster take tiles: nothing is loaded for several of them.
 _ALONE = 1.03
 #: The same of tiles of so many rows and columns, if groups have less than so many rows: clusters of
@@ -133,9 +133,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     def factor(self, args: Any, constants: machine.Constants) -> float:
         """On what the model has of dense products."""
         factor, waits = 1.0, _waits(args.epilogue)
-        if self._design.takes_tiles:
-            factor = _TAKEN
-        elif waits and _has_groups_of(_MANY_ROWS, args):
+        if waits and not self._design.takes_tiles and _has_groups_of(_MANY_ROWS, args):
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
@@ -312,8 +310,8 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
             self._design.cluster_shape,
         )
         factor = 1.0
-        if self._design.takes_tiles and self._gains_by_taking(args):
-            factor *= _TAKEN
+        if self._design.takes_tiles and not self._gains_by_taking(args):
+            factor *= _AS_LONG
         square = tile_m * cluster_m == tile_n * cluster_n
         if square and args.epilogue is None and _has_groups_of(_MANY_ROWS, args):
             factor *= _SQUARE

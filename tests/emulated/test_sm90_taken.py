@@ -1,0 +1,102 @@
+"""Dense products whose clusters take their tiles: whoever has which, each is computed once. The PTX
+runs in the emulator, whose warps go on in an order drawn from a seed.
+
+With KERNEL_API_EMULATE in the environment every case runs, else a sample.
+"""
+
+import pytest
+import torch
+from support import fusion_cases as make
+from support.fusion_cases import Case, on_meta
+from support.kernels import generated_by
+from support.ptx.kernel import EmulatedKernel
+from support.ptx.problems import awkward_arguments
+from support.sampling import some
+
+import kernel_api as ka
+from kernel_api import provider
+from kernel_api._workspaces import ZEROED
+from kernel_api.verification import judge
+
+pytestmark = pytest.mark.compile
+
+(CUTEDSL,) = provider.providers(["cutedsl"])
+
+
+def of_designs():
+    """One kernel of each design that takes tiles, by its name, with other majors and types in
+    turn."""
+    found = {}
+    for family in CUTEDSL.families():
+        if family.family not in ("sm90.gemm", "sm90.gemm_fp8"):
+            continue
+        by_design = {}
+        for kernel in generated_by(family):
+            if kernel.metadata.design.takes_tiles:
+                by_design.setdefault(kernel.metadata.design, []).append(kernel)
+        for turn, kernels in enumerate(by_design.values()):
+            kernel = kernels[7 * turn % len(kernels)]
+            found[kernel.metadata.kernel_name] = kernel
+    return found
+
+
+KERNELS = of_designs()
+
+
+@pytest.mark.parametrize("name", some(KERNELS, 3))
+def test_every_tile_is_computed_once(name):
+    """Of two matrices, with a cluster of tiles and a bit along each mode; K is up to more steps
+    than are loaded while the counter answers."""
+    kernel = KERNELS[name]
+    (tile_m, tile_n, tile_k), (cluster_m, cluster_n, _) = (
+        kernel.metadata.design.tile_shape,
+        kernel.metadata.design.cluster_shape,
+    )
+    turn = list(KERNELS).index(name)
+    M, N, K = tile_m * cluster_m + 5, tile_n * cluster_n + 9, (1 + 9 * (turn % 2)) * tile_k + 8
+    args = awkward_arguments(kernel, M, N, K, 2, values="integers", seed=turn)
+    emulated = EmulatedKernel.compile(kernel, args)
+    assert not emulated.artifact.resources.spill_bytes
+    emulated.run(args, multiprocessors=(1 + turn % 3) * cluster_m * cluster_n, seed=turn)
+    verdict = judge(args)
+    assert verdict, f"{M} x {N}: {verdict}"
+    if not args.scaled:
+        product = args.A.tensor.double() @ args.B.tensor.double()
+        assert torch.equal(args.out.tensor, product.to(args.out.tensor.dtype))
+
+
+FUSED = [
+    Case("residual", make.a_residual, "cooperative", {"M": 300, "N": 520}),
+    Case("swiglu", make.a_glu("swiglu", granularity="halves"), "pingpong", {"M": 300, "N": 384}),
+    Case("rope", make.a_rope(head_dim=64), "pingpong", {"M": 300, "N": 384}),
+    Case("gelu", make.a_bias_activation("gelu"), "pingpong", {"M": 300, "N": 384}),
+]
+
+
+def taking(args):
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    return [k for k in kernels if getattr(k.metadata.design, "takes_tiles", False)]
+
+
+@pytest.mark.parametrize("case", some(FUSED, 2), ids=lambda case: case.name)
+def test_what_is_fused_is_right(case):
+    args = case.drawn(3)
+    kernel = next(k for k in taking(args) if k.metadata.design.schedule == case.design)
+    emulated = EmulatedKernel.compile(kernel, args)
+    assert not emulated.artifact.resources.spill_bytes
+    emulated.run(args, multiprocessors=2, seed=1)
+    verdict = judge(args)
+    assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
+def test_sums_are_carried_by_clusters_that_have_a_share_of_tiles():
+    sizes = {"M": 300, "N": 520}
+    assert taking(Case("residual", make.a_residual, "", sizes).drawn(0))
+    assert not taking(Case("amax", make.an_amax, "", sizes).drawn(0))
+
+
+def test_the_counter_is_in_the_workspace():
+    tensors = torch.empty(512, 64), torch.empty(64, 512), torch.empty(512, 512)
+    args = ka.GemmArguments(*(one.to("meta", torch.bfloat16) for one in tensors))
+    offered = ka.get_kernels(args, lambda m: getattr(m.design, "takes_tiles", False), cc=90)
+    assert {kernel.get_workspace_size(args) for kernel in offered} == {ZEROED}
