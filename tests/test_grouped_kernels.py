@@ -422,7 +422,7 @@ def test_other_schedulers_are_refused():
 
 def test_a_design_counts_the_ring_that_the_kernel_has():
     from kernel_api.implementations.sm90 import tile_queue
-    from kernel_api.providers.cutedsl.grouped_gemm import sm90_design
+    from kernel_api.providers.cutedsl.gemm import sm90_design
 
     assert sm90_design._RING_BYTES == tile_queue.BYTES
 

@@ -1,4 +1,4 @@
-"""Which tiles the blocks of a grouped product for Hopper compute, and when they know."""
+"""Which tiles the blocks of a product for Hopper compute that are scheduled, and when they know."""
 
 import cutlass
 import cutlass.cute as cute
@@ -19,6 +19,7 @@ class ScheduledGemm(Gemm):
     """
 
     cuts_edges = False  # rows behind those of a group are those of the next one
+    asks_early = EARLY  # steps of a tile that are left to load when the next one is asked for
 
     def __init__(self, *args, scheduler: str = "static", **keywords):
         if scheduler not in ("static", "dynamic"):
@@ -83,7 +84,7 @@ class ScheduledGemm(Gemm):
         if const_expr(queue is None):
             state = load(first_k, count, state)
         else:
-            before = cutlass.max(count - EARLY, 0)
+            before = cutlass.max(count - self.asks_early, 0)
             state = load(first_k, before, state)
             if self._leads():
                 answer = queue.ask()

@@ -2,9 +2,10 @@
 
 A cluster begins with the tile of its own number. The number of each further one it takes from a
 counter in the workspace, close to the end of the last one, so that no tile waits behind a long one
-while other clusters are free. The counter answers while the last `EARLY` steps are loaded: stages
-that are loaded by then hide less than it takes. One warp of the cluster takes numbers, its leader;
-a ring in the shared memory of each block brings them to all others that need them.
+while other clusters are free. The counter answers while the last `EARLY` steps are loaded, as
+stages of narrow tiles that are loaded by then hide less than it takes. One warp of the cluster
+takes numbers, its leader; a ring in the shared memory of each block brings them to all others that
+need them.
 
 Nobody tells that a number has been read. The leader puts one behind the loads of the tile before,
 so all but the last `stages` tiles have been multiplied, and their numbers read, by every consumer
@@ -72,7 +73,7 @@ class TileQueue:
         it comes. Nobody waits for it before `taken`.
 
         ptxas would wait for an addition: it makes one of those of all lanes that are there, and
-        hands out shares of the answer. An increment it leaves alone."""
+        hands out shares of the answer. An increment it leaves alone, unless it ends nowhere."""
         answer = Int32(0)
         if cute.arch.lane_idx() == 0:
             answer = cute.arch.inline_ptx(

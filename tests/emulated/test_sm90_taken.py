@@ -16,6 +16,7 @@ from support.sampling import some
 import kernel_api as ka
 from kernel_api import provider
 from kernel_api._workspaces import ZEROED
+from kernel_api.providers.cutedsl.gemm.sm90 import PROMOTED_COLUMNS
 from kernel_api.verification import judge
 
 pytestmark = pytest.mark.compile
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.compile
 
 def of_designs():
     """One kernel of each design that takes tiles, by its name, with other majors and types in
-    turn."""
+    turn. Not of 8 bits and 192 columns: beside many outputs its producer, and that of its static
+    twin, spills 8 or 16 bytes, which nothing that is emulated may."""
     found = {}
     for family in CUTEDSL.families():
         if family.family not in ("sm90.gemm", "sm90.gemm_fp8"):
@@ -34,7 +36,9 @@ def of_designs():
         for kernel in generated_by(family):
             if kernel.metadata.design.takes_tiles:
                 by_design.setdefault(kernel.metadata.design, []).append(kernel)
-        for turn, kernels in enumerate(by_design.values()):
+        for turn, (design, kernels) in enumerate(by_design.items()):
+            if kernels[0].promoted and design.tile_shape[1] == PROMOTED_COLUMNS:
+                continue
             kernel = kernels[7 * turn % len(kernels)]
             found[kernel.metadata.kernel_name] = kernel
     return found
@@ -89,10 +93,18 @@ def test_what_is_fused_is_right(case):
     assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
 
-def test_sums_are_carried_by_clusters_that_have_a_share_of_tiles():
-    sizes = {"M": 300, "N": 520}
-    assert taking(Case("residual", make.a_residual, "", sizes).drawn(0))
-    assert not taking(Case("amax", make.an_amax, "", sizes).drawn(0))
+def test_what_is_carried_or_drawn_or_written_twice_has_a_share_of_tiles():
+    sizes = {"M": 300, "N": 384}
+    most = {
+        name: max((k.metadata.design.accumulators for k in taking(case.drawn(0))), default=0)
+        for name, case in {
+            "residual": Case("residual", make.a_residual, "", sizes),
+            "two matrices": Case("swiglu", make.a_glu("swiglu"), "", sizes),
+            "amax": Case("amax", make.an_amax, "", sizes),
+            "dropout": Case("dropout", make.a_dropout, "", sizes),
+        }.items()
+    }
+    assert most == {"residual": 192, "two matrices": 128, "amax": 0, "dropout": 0}
 
 
 def test_the_counter_is_in_the_workspace():

@@ -74,6 +74,8 @@ MOST_ALONG_K = 8
 _FEW_OPERATIONS = 5
 #: The same where heads are rotated, whose tables are not read ahead.
 _FEW_OF_HEADS = 6
+#: Beside which clusters that take tiles have registers for one output.
+_MANY_ACCUMULATORS = 160
 #: Of a tile, beside whose tables registers are left for more than to rotate.
 _COLUMNS_OF_ANY_HEADS = 192
 #: Of a tile; beside so many there are registers for sums in one direction.
@@ -412,8 +414,12 @@ def _are_at_most(each: float, design: Sm90GemmDesign, args: GemmArguments) -> bo
     return tiles <= each * resident or Miss(f"there are {tiles} for {resident}")
 
 
-def _reduces(graph: Graph | None) -> bool:
-    return graph is not None and any(node.op == "reduce" for node in graph.nodes)
+def _fits_taken(design: Sm90GemmDesign, graph: Graph | None) -> bool:
+    if graph is None or not design.takes_tiles:
+        return True
+    if any(node.op in ("reduce", "uniform") for node in graph.nodes):
+        return False
+    return design.accumulators < _MANY_ACCUMULATORS or len(graph.outputs) == 1
 
 
 def _split(design: Sm90GemmDesign) -> int | str | None:
@@ -491,9 +497,10 @@ class Sm90Gemm(Sm90GemmFamily):
     )
     space = Space(*sm90_design.points((*sm90_design.ALL, *sm90_design.TAKEN), operand_bytes=2))
 
-    carries_sums = Rule(
-        "clusters that take tiles carry no sums from one to the next",
-        lambda design, graph: not (design.takes_tiles and _reduces(graph)),
+    fuses_taken = Rule(
+        "clusters that take tiles carry no sums from one to the next, and have no registers to "
+        "draw random numbers, nor, with 160 accumulators, to write two matrices",
+        _fits_taken,
     )
 
 
@@ -572,7 +579,7 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
         *sm90_design.points((*sm90_design.PROMOTED, *sm90_design.PROMOTED_TAKEN), operand_bytes=1)
     )
 
-    carries_sums = Sm90Gemm.carries_sums
+    fuses_taken = Sm90Gemm.fuses_taken
     scales_of_rows = Rule(
         "scales per block of more than 32 rows of A, as columns of the instruction, take longer "
         "than their products",

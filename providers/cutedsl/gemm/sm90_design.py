@@ -385,7 +385,6 @@ TAKEN = tuple(
     f"{one} dynamic"
     for one in (
         "128x256 2x1",
-        "256x128 1x2 swap",
         "128x224 2x1",
         "144x256 1x2 swap",
         "160x256 1x2 swap",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from kernel_api._cached_property import cached_property
@@ -14,7 +15,7 @@ from kernel_api.epilogue import Graph
 from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE, sums_both_ways
-from kernel_api.providers.cutedsl.gemm import machine
+from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.providers.cutedsl.gemm.fusing import output_types
 from kernel_api.providers.cutedsl.gemm.scaling import OF_SUMS, scaled_by_blocks
 from kernel_api.providers.cutedsl.gemm.sm90 import (
@@ -43,13 +44,13 @@ _DESCRIPTOR_BYTES = 128
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
 # Factors on the time that the model of dense products has, measured on an H200.
-#: Of sums that take their tiles, where that is no faster than a static share.
-_AS_LONG = 1.006
+#: Where clusters take their tiles.
+_TAKEN = 0.9956
 #: Where blocks in no cluster take tiles: nothing is loaded for several of them.
 _ALONE = 1.03
 #: The same of tiles of so many rows and columns, if groups have less than so many rows: clusters of
 #: narrower ones load no less then, and read more of shared memory.
-_WIDE, _FEW_ROWS, _ALONE_IN_FEW = (128, 256), 384, 0.99
+_WIDE, _FEW_ROWS, _ALONE_IN_FEW = (128, 256), 384, 0.96
 #: Tiles of a group beside one, on average, that are many to read the same columns of B.
 _MANY_OTHERS = 3
 #: Of tiles of so many columns, where consumers take turns and wait for loads alone: one stage fewer
@@ -120,6 +121,11 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         return False
 
     @cached_property
+    def candidate(self) -> model.Candidate:
+        """What taking tiles saves is another factor here, see :meth:`factor`."""
+        return replace(super().candidate, taken=False)
+
+    @cached_property
     def row_tiles(self) -> RowTiles:
         design, rows = self._design, self._design.rows_per_tile
         passes_over = design.takes_tiles and not design.swap_ab
@@ -133,7 +139,9 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     def factor(self, args: Any, constants: machine.Constants) -> float:
         """On what the model has of dense products."""
         factor, waits = 1.0, _waits(args.epilogue)
-        if waits and not self._design.takes_tiles and _has_groups_of(_MANY_ROWS, args):
+        if self._design.takes_tiles:
+            factor = _TAKEN
+        elif waits and _has_groups_of(_MANY_ROWS, args):
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
@@ -310,8 +318,8 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
             self._design.cluster_shape,
         )
         factor = 1.0
-        if self._design.takes_tiles and not self._gains_by_taking(args):
-            factor *= _AS_LONG
+        if self._design.takes_tiles and self._gains_by_taking(args):
+            factor *= _TAKEN
         square = tile_m * cluster_m == tile_n * cluster_n
         if square and args.epilogue is None and _has_groups_of(_MANY_ROWS, args):
             factor *= _SQUARE
