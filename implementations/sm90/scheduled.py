@@ -1,4 +1,4 @@
-"""Which tiles the blocks of a product for Hopper compute that are scheduled, and when they know."""
+"""How blocks of a product for Hopper know which tiles are theirs, and when they know it."""
 
 import cutlass
 import cutlass.cute as cute
