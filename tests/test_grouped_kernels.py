@@ -427,6 +427,13 @@ def test_a_design_counts_the_ring_that_the_kernel_has():
     assert sm90_design._RING_BYTES == tile_queue.BYTES
 
 
+def test_the_model_knows_when_a_tile_is_asked_for():
+    from kernel_api.implementations.sm90 import tile_queue
+    from kernel_api.providers.cutedsl.gemm import model
+
+    assert model._FEW_STEPS == tile_queue.EARLY
+
+
 def test_the_ring_has_room_for_the_tiles_of_all_stages():
     from cutlass import BFloat16
 

@@ -19,8 +19,8 @@ class DynamicGemm(ScheduledGemm):
 
     cuts_edges = True  # rows behind those of a matrix belong to nobody
 
-    def __init__(self, *args, scheduler: str = "dynamic", **keywords):
-        super().__init__(*args, scheduler=scheduler, **keywords)
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, scheduler="dynamic", **keywords)
         if self.split_k is not None or any(self.repacked):
             raise ValueError("tiles that are taken are not split, and of no copies")
 

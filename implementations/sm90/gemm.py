@@ -119,7 +119,7 @@ class Gemm(GemmProducer, GemmConsumer):
     ):
         """operands: a tuple of tensors: the block scales of A and B if there are, what the epilogue
         reads, and its outputs beside D; workspace: an address, used if the work is split, operands
-        are repacked or the epilogue reduces."""
+        are repacked, the epilogue reduces or tiles are taken."""
         mA, mB, mD = gemm_modes(mA, mB, mD)
         if const_expr(any(self.repacked)):
             mA, mB, workspace = self._repack_both(mA, mB, workspace, stream)

@@ -2,10 +2,10 @@
 
 A cluster begins with the tile of its own number. The number of each further one it takes from a
 counter in the workspace, close to the end of the last one, so that no tile waits behind a long one
-while other clusters are free. The counter answers while the last `EARLY` steps are loaded, as
-stages of narrow tiles that are loaded by then hide less than it takes. One warp of the cluster
-takes numbers, its leader; a ring in the shared memory of each block brings them to all others that
-need them.
+while other clusters are free. The counter answers while the last `EARLY` steps are loaded, unless a
+product asks later, as stages of narrow tiles that are loaded by then hide less than it takes. One
+warp of the cluster takes numbers, its leader; a ring in the shared memory of each block brings them
+to all others that need them.
 
 Nobody tells that a number has been read. The leader puts one behind the loads of the tile before,
 so all but the last `stages` tiles have been multiplied, and their numbers read, by every consumer

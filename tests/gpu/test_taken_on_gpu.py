@@ -8,7 +8,7 @@ import kernel_api as ka
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-M, N, K, RUNS = 4104, 5032, 656, 20
+M, N, K, RUNS = 4104, 5032, 1296, 20
 
 
 def whole(element, *shape):

@@ -59,7 +59,7 @@ _READ_IN_TIME, _VECTORS = 2, 1
 
 #: Of the time with a static share of several tiles, what clusters need that take theirs, and where
 #: tiles have so few steps that the next one is asked for at once; measured on an H200.
-_TAKEN, _TAKEN_AT_ONCE, _FEW_STEPS = 0.9956, 1.01, 8
+TAKEN, _TAKEN_AT_ONCE, _FEW_STEPS = 0.9956, 1.01, 8
 
 #: Of what so many multiprocessors of a GPC read, what L2 spares if it sends it once to up to four.
 _SPARED = (0.0, 0.0, 1 / 2, 2 / 3, 3 / 4)
@@ -329,7 +329,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     ) ** (1 / power)
     found = constants.overhead + exposed + slowest
     if candidate.taken and each > 1:
-        found *= _TAKEN if k_tiles > _FEW_STEPS else _TAKEN_AT_ONCE
+        found *= TAKEN if k_tiles > _FEW_STEPS else _TAKEN_AT_ONCE
     return found
 
 

@@ -74,7 +74,7 @@ MOST_ALONG_K = 8
 _FEW_OPERATIONS = 5
 #: The same where heads are rotated, whose tables are not read ahead.
 _FEW_OF_HEADS = 6
-#: Beside which clusters that take tiles have registers for one output.
+#: Beside which clusters that take tiles have registers for one matrix that is read, and one output.
 _MANY_ACCUMULATORS = 160
 #: Of a tile, beside whose tables registers are left for more than to rotate.
 _COLUMNS_OF_ANY_HEADS = 192
@@ -419,7 +419,8 @@ def _fits_taken(design: Sm90GemmDesign, graph: Graph | None) -> bool:
         return True
     if any(node.op in ("reduce", "uniform") for node in graph.nodes):
         return False
-    return design.accumulators < _MANY_ACCUMULATORS or len(graph.outputs) == 1
+    read = sum(bool(leaf.shape.rows and leaf.shape.columns) for leaf in graph.leaves.values())
+    return design.accumulators < _MANY_ACCUMULATORS or max(read, len(graph.outputs)) == 1
 
 
 def _split(design: Sm90GemmDesign) -> int | str | None:
@@ -498,8 +499,8 @@ class Sm90Gemm(Sm90GemmFamily):
     space = Space(*sm90_design.points((*sm90_design.ALL, *sm90_design.TAKEN), operand_bytes=2))
 
     fuses_taken = Rule(
-        "clusters that take tiles carry no sums from one to the next, and have no registers to "
-        "draw random numbers, nor, with 160 accumulators, to write two matrices",
+        "clusters that take tiles reduce nothing, and have no registers to draw random numbers, "
+        "nor, with 160 accumulators, to read or write two matrices",
         _fits_taken,
     )
 

@@ -44,8 +44,6 @@ _DESCRIPTOR_BYTES = 128
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
 # Factors on the time that the model of dense products has, measured on an H200.
-#: Where clusters take their tiles.
-_TAKEN = 0.9956
 #: Where blocks in no cluster take tiles: nothing is loaded for several of them.
 _ALONE = 1.03
 #: The same of tiles of so many rows and columns, if groups have less than so many rows: clusters of
@@ -140,7 +138,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         """On what the model has of dense products."""
         factor, waits = 1.0, _waits(args.epilogue)
         if self._design.takes_tiles:
-            factor = _TAKEN
+            factor = model.TAKEN
         elif waits and _has_groups_of(_MANY_ROWS, args):
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
@@ -319,7 +317,7 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
         )
         factor = 1.0
         if self._design.takes_tiles and self._gains_by_taking(args):
-            factor *= _TAKEN
+            factor *= model.TAKEN
         square = tile_m * cluster_m == tile_n * cluster_n
         if square and args.epilogue is None and _has_groups_of(_MANY_ROWS, args):
             factor *= _SQUARE
