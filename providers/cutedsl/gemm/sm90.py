@@ -46,6 +46,13 @@ from kernel_api.providers.cutedsl.gemm.scaling import (
     scaling,
 )
 from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
+from kernel_api.providers.cutedsl.gemm.sm90_registers import (
+    FEW_OPERATIONS,
+    fits_taken,
+    is_light,
+    is_short,
+    matrices_read,
+)
 from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 #: That are multiplied at once where products are promoted.
@@ -70,12 +77,6 @@ _STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "in
 _COLUMNS_OF_PAIRS = 64
 #: CTAs of a cluster along K, as every GPU takes.
 MOST_ALONG_K = 8
-#: As the performance model counts them.
-_FEW_OPERATIONS = 5
-#: The same where heads are rotated, whose tables are not read ahead.
-_FEW_OF_HEADS = 6
-#: Beside which clusters that take tiles have registers for one matrix that is read, and one output.
-_MANY_ACCUMULATORS = 160
 #: Of a tile, beside whose tables registers are left for more than to rotate.
 _COLUMNS_OF_ANY_HEADS = 192
 #: Of a tile; beside so many there are registers for sums in one direction.
@@ -187,7 +188,7 @@ class Sm90GemmFamily(ModelledGemm):
         planned = plan(graph)
         if isinstance(planned, str) or planned.bundle == 1:
             return True
-        light = len(planned.names) == 1 and _is_light(graph, operands, planned)
+        light = len(planned.names) == 1 and is_light(graph, operands, planned)
         return (light and design.accumulators <= 192) or Miss(f"they take {design.accumulators}")
 
     @rule("tiles of 256 columns that groups have in turns take sums over rows or over columns")
@@ -203,7 +204,7 @@ class Sm90GemmFamily(ModelledGemm):
         crowded = any("heads" in dict(node.attributes) for node in graph.nodes)
         planned = plan(graph)
         if isinstance(planned, Plan) and planned.heads is not None:
-            crowded = model.operations(graph) > _FEW_OPERATIONS
+            crowded = model.operations(graph) > FEW_OPERATIONS
         return not crowded or Miss(f"a tile has {columns}")
 
     @rule("blocks that share B each load whole pairs of what lies in its halves, or one of a pair")
@@ -414,15 +415,6 @@ def _are_at_most(each: float, design: Sm90GemmDesign, args: GemmArguments) -> bo
     return tiles <= each * resident or Miss(f"there are {tiles} for {resident}")
 
 
-def _fits_taken(design: Sm90GemmDesign, graph: Graph | None) -> bool:
-    if graph is None or not design.takes_tiles:
-        return True
-    if any(node.op in ("reduce", "uniform") for node in graph.nodes):
-        return False
-    read = sum(bool(leaf.shape.rows and leaf.shape.columns) for leaf in graph.leaves.values())
-    return design.accumulators < _MANY_ACCUMULATORS or max(read, len(graph.outputs)) == 1
-
-
 def _split(design: Sm90GemmDesign) -> int | str | None:
     """As the implementation has it."""
     if design.stream_k:
@@ -440,32 +432,10 @@ def _deals_heads(design: Sm90GemmDesign, operands: Any, args: Any) -> bool:
         return False
     if scaled_by_blocks(operands):
         return False
-    if not _is_short(graph):
+    if not is_short(graph):
         return False
     columns = design.kernel_tile[1] // design.kernel_cluster[0]
     return operands.B.unit_mode == -2 and not _small_parts(operands) and columns % SUBTILE == 0
-
-
-def _is_short(graph: Graph) -> bool:
-    """Whether there are registers for all of it where tiles have parts of heads."""
-    written = sum(graph.nodes[index].op != "reduce" for _, index in graph.outputs)
-    return written == 1 and not reads_matrix(graph) and model.operations(graph) <= _FEW_OF_HEADS
-
-
-def reads_matrix(graph: Graph) -> bool:
-    """Beside tables."""
-    return any(leaf.shape.rows and leaf.shape.columns for leaf in graph.leaves.values())
-
-
-def _is_light(graph: Graph, operands: Any, planned: Plan) -> bool:
-    """Whether an epilogue needs few registers beside accumulators."""
-    leaves = graph.leaves.values()
-    few = _FEW_OPERATIONS
-    if planned.heads is not None and operands.out.dtype.bits == 16:
-        by_row = any(leaf.shape.rows and leaf.op != "table" for leaf in leaves)
-        by_batch = any(leaf.shape.batch for leaf in leaves)
-        few = _FEW_OPERATIONS if by_row or by_batch else _FEW_OF_HEADS
-    return not reads_matrix(graph) and model.operations(graph) <= few
 
 
 def _columns_contiguous(design: Sm90GemmDesign, operands: Any) -> bool:
@@ -501,7 +471,7 @@ class Sm90Gemm(Sm90GemmFamily):
     fuses_taken = Rule(
         "clusters that take tiles reduce nothing, and have no registers to draw random numbers, "
         "nor, with 160 accumulators, to read or write two matrices",
-        _fits_taken,
+        fits_taken,
     )
 
 
@@ -627,4 +597,4 @@ class Sm90Int8Gemm(Sm90GemmFamily):
     def _(design: Sm90GemmDesign, args: Any) -> bool:
         if args.epilogue is None or not args.scaled or design.tile_shape[0] < _MANY_SCALED_ROWS:
             return True
-        return not (design.swap_ab and reads_matrix(args.epilogue.graph))
+        return not (design.swap_ab and matrices_read(args.epilogue.graph))

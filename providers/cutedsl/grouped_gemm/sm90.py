@@ -25,9 +25,9 @@ from kernel_api.providers.cutedsl.gemm.sm90 import (
     WHY_ALIGNED,
     Sm90Fp8Gemm,
     Sm90GemmFamily,
-    reads_matrix,
 )
 from kernel_api.providers.cutedsl.gemm.sm90_design import ROW_BYTES
+from kernel_api.providers.cutedsl.gemm.sm90_registers import matrices_read
 from kernel_api.providers.cutedsl.grouped_gemm import sm90_design
 from kernel_api.providers.cutedsl.grouped_gemm.base import (
     ExpertPointersGemm,
@@ -166,7 +166,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
 def _waits(epilogue: Any) -> bool:
     """Whether each tile waits for what its epilogue reads."""
-    return epilogue is not None and reads_matrix(epilogue.graph)
+    return epilogue is not None and matrices_read(epilogue.graph) > 0
 
 
 def _has_groups_of(rows: int, args: Any) -> bool:
